@@ -1,0 +1,1 @@
+"""Pure Python: catalog, cells, planning rules, pack manifest, certificates, coverage. Imports neither torch nor cutlass."""
