@@ -29,6 +29,10 @@ class Family(Protocol):
         """Why these values do not fit together, or None."""
         ...
 
+    def check_tokens(self, geometry: Mapping[str, int], tokens: int) -> str | None:
+        """Why a problem of this geometry has no cells with so many tokens a request, or None."""
+        ...
+
     def splits(
         self, geometry: Mapping[str, int], requests: int, tokens: int, dtype: str, arch: Arch
     ) -> int:

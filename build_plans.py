@@ -1,0 +1,6 @@
+"""The build step as a script: catalog -> reachable plans -> packs. The same as ``specplan build``."""
+
+from specplan.tools.build.pipeline import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The overlap scheduler's four input gathers in one launch."""

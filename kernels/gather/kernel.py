@@ -1,0 +1,155 @@
+"""``gather``: the overlap scheduler's four input gathers in one launch.
+
+All tensors are int32 on one CUDA device. S store slots; X and D are the widths of the next and draft stores (compile-time
+constants of the plan). R requests of T tokens each, d drafts a request; the four destinations are flat, each with the place
+where its rows begin.
+
+=====================  ============  =======================================================
+store_next_new_tokens  [X, S, 1]     token-major next-input store
+store_next_draft       [S, D]        slot-major draft store
+store_lens             [S]
+slots                  [>= R]        store slot of each request; may repeat
+pos_indices            [>= R * T]    store slot of each (request, token)
+input_ids              [.]           R * T written from input_ids_begin
+draft_tokens           [.]           R * d written from draft_tokens_begin
+pos_offsets            [.]           R * T written from pos_offsets_begin
+kv_offsets             [.]           R written from kv_offsets_begin
+=====================  ============  =======================================================
+
+For r < R, s = slots[r], j < T::
+
+    input_ids[input_ids_begin + r*T + j]       = store_next_new_tokens[j, s]
+    pos_offsets[pos_offsets_begin + r*T + j]   = store_lens[pos_indices[r*T + j]]
+    draft_tokens[draft_tokens_begin + r*d + j] = store_next_draft[s, j]      for j < d
+    kv_offsets[kv_offsets_begin + r]           = store_lens[s] - T
+
+Positions go through the per-token list, not through ``slots``. With d = 0 the draft buffer is not touched. An index outside
+[0, S) reads nothing and gives 0 (``-T`` in kv_offsets would claim a length, so that is 0 too).
+
+Compiled function: ``gather(store_next_new_tokens, store_next_draft, store_lens, slots, pos_indices, input_ids, draft_tokens,
+pos_offsets, kv_offsets, input_ids_begin, draft_tokens_begin, pos_offsets_begin, kv_offsets_begin, requests, tokens, drafts)``. The
+caller has checked that all seven integers are >= 0, ``1 <= tokens <= X``, ``tokens <= lanes``, ``drafts < tokens``, ``drafts <= D``, that the index
+lists are long enough and that every destination range lies inside its buffer.
+
+One thread a (request, token), with the tokens along the lanes of a power of two (a constant of the plan, at least ``tokens``), so
+that no thread divides. The chain is index -> value -> store, two dependent loads, both indices in flight before the first use.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from specplan.kernels import fakes
+from specplan.plans.plan import Plan
+
+THREADS = 128
+
+
+@cute.kernel
+def _gather(
+    store_next_new_tokens: cute.Tensor,
+    store_next_draft: cute.Tensor,
+    store_lens: cute.Tensor,
+    slots: cute.Tensor,
+    pos_indices: cute.Tensor,
+    input_ids: cute.Tensor,
+    draft_tokens: cute.Tensor,
+    pos_offsets: cute.Tensor,
+    kv_offsets: cute.Tensor,
+    input_ids_begin: Int32,
+    draft_tokens_begin: Int32,
+    pos_offsets_begin: Int32,
+    kv_offsets_begin: Int32,
+    requests: Int32,
+    tokens: Int32,
+    drafts: Int32,
+    lanes: cutlass.Constexpr[int],
+) -> None:
+    thread, _, _ = cute.arch.thread_idx()
+    cta, _, _ = cute.arch.block_idx()
+    j = thread % lanes
+    r = cta * (THREADS // lanes) + thread // lanes
+    if r < requests and j < tokens:
+        size = store_lens.shape[0]
+        flat = Int64(r) * tokens + j
+        s = Int64(slots[r])
+        p = Int64(pos_indices[flat])
+        token = Int32(0)
+        draft = Int32(0)
+        kv = Int32(0)
+        if s >= 0 and s < size:
+            token = store_next_new_tokens[j, s, 0]
+            if j < drafts:
+                draft = store_next_draft[s, j]
+            if j == 0:
+                kv = store_lens[s] - tokens
+        position = Int32(0)
+        if p >= 0 and p < size:
+            position = store_lens[p]
+        input_ids[input_ids_begin + flat] = token
+        pos_offsets[pos_offsets_begin + flat] = position
+        if j < drafts:
+            draft_tokens[draft_tokens_begin + Int64(r) * drafts + j] = draft
+        if j == 0:
+            kv_offsets[Int64(kv_offsets_begin) + r] = kv
+
+
+def lower(plan: Plan) -> tuple[Any, tuple[Any, ...]]:
+    """The host function of a plan and its fake arguments, for ``cute.compile``."""
+    nexts, drafts_width, lanes = plan.int("next"), plan.int("draft"), plan.int("lanes")
+
+    @cute.jit
+    def gather(
+        store_next_new_tokens: cute.Tensor,
+        store_next_draft: cute.Tensor,
+        store_lens: cute.Tensor,
+        slots: cute.Tensor,
+        pos_indices: cute.Tensor,
+        input_ids: cute.Tensor,
+        draft_tokens: cute.Tensor,
+        pos_offsets: cute.Tensor,
+        kv_offsets: cute.Tensor,
+        input_ids_begin: Int32,
+        draft_tokens_begin: Int32,
+        pos_offsets_begin: Int32,
+        kv_offsets_begin: Int32,
+        requests: Int32,
+        tokens: Int32,
+        drafts: Int32,
+        stream: Any,
+    ) -> None:
+        # At least one CTA: a call with no requests loads the code and does nothing.
+        grid = cutlass.max(Int32(1), cute.ceil_div(requests, THREADS // lanes))
+        _gather(
+            store_next_new_tokens,
+            store_next_draft,
+            store_lens,
+            slots,
+            pos_indices,
+            input_ids,
+            draft_tokens,
+            pos_offsets,
+            kv_offsets,
+            input_ids_begin,
+            draft_tokens_begin,
+            pos_offsets_begin,
+            kv_offsets_begin,
+            requests,
+            tokens,
+            drafts,
+            lanes,
+        ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], stream=stream)
+
+    size = fakes.extent()
+    return gather, (
+        fakes.tensor(Int32, (nexts, size, 1), (fakes.extent(), 1, fakes.extent())),
+        fakes.tensor(Int32, (size, drafts_width), (fakes.extent(), 1)),
+        fakes.vector(Int32, size),
+        *(fakes.vector(Int32) for _ in range(6)),
+        *(Int32(0) for _ in range(7)),
+        fakes.stream(),
+    )

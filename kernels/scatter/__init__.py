@@ -1,0 +1,1 @@
+"""The sampler's store update in one launch."""

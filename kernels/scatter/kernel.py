@@ -1,0 +1,160 @@
+"""``scatter``: the sampler's store update in one launch.
+
+All tensors are int32 on one CUDA device. N rows of outputs, S store slots; H, X and D are the widths of the history, next and
+draft stores (compile-time constants of the plan), a, b and c those of the outputs (run time, each may be narrower, equal, wider
+or zero).
+
+====================  ===========  ===============================================================
+new_tokens            [N, a]       accepted tokens of each row; only the first ``lens`` were written
+next_new_tokens       [N, b]       input tokens of the next step
+lens                  [N]          accepted lengths, used raw
+next_draft_tokens     [N, c]       drafts of the next step
+slots                 [>= rows]    distinct store slot of each moved row
+store_new_tokens      [H, S, 1]    token-major history store
+store_next_new_tokens [X, S, 1]    token-major next-input store
+store_lens            [S]
+store_next_draft      [S, D]       slot-major draft store
+====================  ===========  ===============================================================
+
+For r in [0, rows), i = row_begin + r, s = slots[r], n = lens[i]::
+
+    store_new_tokens[w, s]      = new_tokens[i, w]        if w < min(a, n) else 0
+    store_next_new_tokens[w, s] = next_new_tokens[i, w]   if w < b else 0
+    store_next_draft[s, w]      = next_draft_tokens[i, w] if w < c else 0
+    store_lens[s]               = n
+
+A column at or past n is never read: its producer may not have written it. Nothing else is written; a slot outside [0, S) is
+skipped. Rows may be strided; columns are dense.
+
+Compiled function: ``scatter(new_tokens, next_new_tokens, lens, next_draft_tokens, slots, store_new_tokens,
+store_next_new_tokens, store_lens, store_next_draft, row_begin, rows)``. The caller has checked ``0 <= row_begin``,
+``0 <= rows``, ``row_begin + rows <= N`` for each of the four outputs and ``rows <= len(slots)``.
+
+One thread a (row, column), with the columns along the lanes of a power of two, so that no thread divides. The longest chain is
+lens -> new_tokens -> store, two dependent loads; slots, the other outputs and lens are all in flight before the first use.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from specplan.kernels import fakes
+from specplan.plans.plan import Plan
+
+#: One warp is enough per SM here: the launch is latency, and 128 threads keep 8 x 8 in one CTA.
+THREADS = 128
+
+
+@cute.kernel
+def _scatter(
+    new_tokens: cute.Tensor,
+    next_new_tokens: cute.Tensor,
+    lens: cute.Tensor,
+    next_draft_tokens: cute.Tensor,
+    slots: cute.Tensor,
+    store_new_tokens: cute.Tensor,
+    store_next_new_tokens: cute.Tensor,
+    store_lens: cute.Tensor,
+    store_next_draft: cute.Tensor,
+    row_begin: Int32,
+    rows: Int32,
+    lanes: cutlass.Constexpr[int],
+) -> None:
+    thread, _, _ = cute.arch.thread_idx()
+    cta, _, _ = cute.arch.block_idx()
+    w = thread % lanes
+    r = cta * (THREADS // lanes) + thread // lanes
+    history, nexts, drafts = (
+        store_new_tokens.shape[0],
+        store_next_new_tokens.shape[0],
+        store_next_draft.shape[1],
+    )
+    if r < rows:
+        i = Int64(row_begin) + Int64(r)
+        s = Int64(slots[r])
+        n = lens[i]
+        following = Int32(0)
+        if w < nexts and w < next_new_tokens.shape[1]:
+            following = next_new_tokens[i, w]
+        draft = Int32(0)
+        if w < drafts and w < next_draft_tokens.shape[1]:
+            draft = next_draft_tokens[i, w]
+        accepted = Int32(0)
+        if w < n and w < history and w < new_tokens.shape[1]:
+            accepted = new_tokens[i, w]
+
+        if s >= 0 and s < store_lens.shape[0]:
+            if w < nexts:
+                store_next_new_tokens[w, s, 0] = following
+            if w < drafts:
+                store_next_draft[s, w] = draft
+            if w == 0:
+                store_lens[s] = n
+            if w < history:
+                store_new_tokens[w, s, 0] = accepted
+
+
+def lower(plan: Plan) -> tuple[Any, tuple[Any, ...]]:
+    """The host function of a plan and its fake arguments, for ``cute.compile``."""
+    history, nexts, drafts = plan.int("history"), plan.int("next"), plan.int("draft")
+    lanes = plan.int("lanes")
+
+    @cute.jit
+    def scatter(
+        new_tokens: cute.Tensor,
+        next_new_tokens: cute.Tensor,
+        lens: cute.Tensor,
+        next_draft_tokens: cute.Tensor,
+        slots: cute.Tensor,
+        store_new_tokens: cute.Tensor,
+        store_next_new_tokens: cute.Tensor,
+        store_lens: cute.Tensor,
+        store_next_draft: cute.Tensor,
+        row_begin: Int32,
+        rows: Int32,
+        stream: Any,
+    ) -> None:
+        # A grid of at least one CTA, so that a call with no rows is a launch that does nothing: it is how code is loaded
+        # ahead of a graph capture.
+        grid = cutlass.max(Int32(1), cute.ceil_div(rows, THREADS // lanes))
+        _scatter(
+            new_tokens,
+            next_new_tokens,
+            lens,
+            next_draft_tokens,
+            slots,
+            store_new_tokens,
+            store_next_new_tokens,
+            store_lens,
+            store_next_draft,
+            row_begin,
+            rows,
+            lanes,
+        ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], stream=stream)
+
+    size = fakes.extent()
+
+    def output() -> Any:
+        return fakes.tensor(Int32, (fakes.extent(), fakes.extent()), (fakes.extent(), 1))
+
+    def token_major(width: int) -> Any:
+        return fakes.tensor(Int32, (width, size, 1), (fakes.extent(), 1, fakes.extent()))
+
+    return scatter, (
+        output(),
+        output(),
+        fakes.vector(Int32),
+        output(),
+        fakes.vector(Int32),
+        token_major(history),
+        token_major(nexts),
+        fakes.vector(Int32, size),
+        fakes.tensor(Int32, (size, drafts), (fakes.extent(), 1)),
+        Int32(0),
+        Int32(0),
+        fakes.stream(),
+    )

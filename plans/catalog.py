@@ -1,0 +1,395 @@
+"""The catalog: every cell that is claimed to work, read strictly from ``catalog.yaml``.
+
+An unknown key, a duplicate cell, a value out of range or a misspelt name is an error with file, line, column and the nearest
+valid spelling. Nothing is defaulted: what the file does not say is not claimed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from specplan.plans import ranges
+from specplan.plans.arch import Arch
+from specplan.plans.cell import Cell
+from specplan.plans.families import FAMILIES
+from specplan.plans.family import Family
+from specplan.plans.plan import Plan
+
+SCHEMA = 1
+#: More cells than this in one catalog is a slip of the pen (``1..10000000``), not a claim.
+MAX_CELLS = 2_000_000
+
+
+class CatalogError(ValueError):
+    """The catalog does not say what a catalog may say; the message has file, line and column."""
+
+    def __init__(self, source: str, mark: yaml.Mark | None, problem: str) -> None:
+        self.source = source
+        self.line = mark.line + 1 if mark else 0
+        self.column = mark.column + 1 if mark else 0
+        self.problem = problem
+        where = f"{source}:{self.line}:{self.column}" if mark else source
+        super().__init__(f"{where}: {problem}")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Cells that are claimed together, and why."""
+
+    family: str
+    problems: tuple[str, ...]
+    requests: tuple[int, ...]
+    tokens: tuple[int, ...]
+    splits: tuple[int, ...] | None
+    dtypes: tuple[str, ...]
+    certified: tuple[str, ...]
+    candidate: tuple[str, ...]
+    why: str
+    line: int
+
+    @property
+    def archs(self) -> tuple[str, ...]:
+        return (*self.certified, *self.candidate)
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """The parsed catalog. ``cells(arch)`` enumerates; ``plans_of(cell)`` applies the planning rule."""
+
+    source: str
+    archs: Mapping[str, Arch]
+    problems: Mapping[str, Mapping[str, Mapping[str, int]]]
+    blocks: tuple[Block, ...]
+
+    @cached_property
+    def claims(self) -> Mapping[Cell, bool]:
+        """Every cell, and whether it is claimed to be certified (else it is a candidate)."""
+        return dict(self._claims())
+
+    def _claims(self) -> Iterator[tuple[Cell, bool]]:
+        for block in self.blocks:
+            for arch in block.archs:
+                for cell in self._expand(block, arch):
+                    yield cell, arch in block.certified
+
+    def _expand(self, block: Block, arch: str) -> Iterator[Cell]:
+        family = FAMILIES[block.family]
+        facts = self.archs[arch]
+        for problem in block.problems:
+            geometry = self.problems[block.family][problem]
+            for dtype in block.dtypes:
+                for tokens in block.tokens:
+                    for requests in block.requests:
+                        for splits in block.splits or (
+                            family.splits(geometry, requests, tokens, dtype, facts),
+                        ):
+                            yield Cell(
+                                block.family, problem, dtype, arch, splits, tokens, requests
+                            )
+
+    def cells(self, arch: str | None = None, family: str | None = None) -> list[Cell]:
+        """The cells of one arch and family, or of all."""
+        return [
+            cell
+            for cell in self.claims
+            if arch in (None, cell.arch) and family in (None, cell.family)
+        ]
+
+    def is_automatic(self, cell: Cell) -> bool:
+        """Whether a cell's splits are what the planning rule chooses when nobody asks for others."""
+        geometry = self.problems[cell.family][cell.problem]
+        return cell.splits == FAMILIES[cell.family].splits(
+            geometry, cell.requests, cell.tokens, cell.dtype, self.archs[cell.arch]
+        )
+
+    def plans_of(self, cell: Cell) -> tuple[Plan, ...]:
+        """The plans that the family's rule gives for a cell, one for each op."""
+        return FAMILIES[cell.family].plans(
+            self.problems[cell.family][cell.problem],
+            cell.requests,
+            cell.tokens,
+            cell.splits,
+            cell.dtype,
+            self.archs[cell.arch],
+        )
+
+
+def default_path() -> Path:
+    """The catalog of this installation: packaged beside the code, or at the root of a checkout."""
+    packaged = Path(__file__).with_name("catalog.yaml")
+    if packaged.is_file():
+        return packaged
+    return Path(__file__).resolve().parent.parent / "catalog.yaml"
+
+
+def load(path: Path | str | None = None) -> Catalog:
+    """Read and check a catalog file.
+
+    Raises
+    ------
+    CatalogError
+        With file, line, column and the nearest valid spelling.
+    """
+    path = Path(path) if path is not None else default_path()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CatalogError(str(path), None, f"cannot be read: {error}") from error
+    return loads(text, path.name)
+
+
+def loads(text: str, source: str = "catalog.yaml") -> Catalog:
+    """Check a catalog given as text; ``source`` is the name that errors show."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        detail = getattr(error, "problem", None) or str(error)
+        raise CatalogError(source, mark, f"not YAML: {detail}") from error
+    except RecursionError as error:
+        raise CatalogError(source, None, "not a catalog: nested too deeply") from error
+    if node is None:
+        raise CatalogError(source, None, "is empty")
+    return _Reader(source).catalog(node)
+
+
+class _Reader:
+    """Walks YAML nodes, which know their place in the file, instead of the values that they stand for."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+    def fail(self, node: yaml.Node, problem: str) -> CatalogError:
+        return CatalogError(self.source, node.start_mark, problem)
+
+    # Shapes
+
+    def mapping(self, node: yaml.Node, what: str) -> dict[str, tuple[yaml.Node, yaml.Node]]:
+        if not isinstance(node, yaml.MappingNode):
+            raise self.fail(node, f"{what} must be a mapping")
+        items: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise self.fail(key, f"a key of {what} must be a plain word")
+            if key.value in items:
+                raise self.fail(key, f"{key.value!r} stands twice in {what}")
+            items[key.value] = (key, value)
+        return items
+
+    def record(
+        self, node: yaml.Node, what: str, required: Sequence[str], optional: Sequence[str] = ()
+    ) -> dict[str, yaml.Node]:
+        items = self.mapping(node, what)
+        known = (*required, *optional)
+        for name, (key, _) in items.items():
+            if name not in known:
+                raise self.fail(key, f"unknown key {name!r} in {what}{_suggest(name, known)}")
+        for name in required:
+            if name not in items:
+                raise self.fail(node, f"{what} lacks {name!r}")
+        return {name: value for name, (_, value) in items.items()}
+
+    def text(self, node: yaml.Node, what: str) -> str:
+        if not isinstance(node, yaml.ScalarNode) or not node.value.strip():
+            raise self.fail(node, f"{what} must be a non-empty text")
+        return str(node.value).strip()
+
+    def integer(self, node: yaml.Node, what: str, low: int, high: int) -> int:
+        if not isinstance(node, yaml.ScalarNode) or node.tag != "tag:yaml.org,2002:int":
+            raise self.fail(node, f"{what} must be an integer")
+        try:
+            value = int(yaml.SafeLoader("").construct_yaml_int(node))
+        except ValueError as error:
+            raise self.fail(node, f"{what} must be an integer") from error
+        if not low <= value <= high:
+            raise self.fail(node, f"{what} is {value}, outside {low}..{high}")
+        return value
+
+    def integers(self, node: yaml.Node, what: str, low: int, high: int) -> tuple[int, ...]:
+        nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        values: list[int] = []
+        for item in nodes:
+            if not isinstance(item, yaml.ScalarNode):
+                raise self.fail(item, f"{what} must be integers or ranges such as 1..256")
+            try:
+                part = ranges.parse(item.value)
+            except ValueError as error:
+                raise self.fail(item, f"{what}: {error}") from error
+            for value in part:
+                if not low <= value <= high:
+                    raise self.fail(item, f"{what} has {value}, outside {low}..{high}")
+                if value in values[-1:] or value in set(values):
+                    raise self.fail(item, f"{what} has {value} twice")
+            values.extend(part)
+        if not values:
+            raise self.fail(node, f"{what} is empty")
+        return tuple(sorted(values))
+
+    def names(
+        self, node: yaml.Node, what: str, known: Iterable[str], *, empty: bool = False
+    ) -> tuple[str, ...]:
+        nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        known = tuple(known)
+        values: list[str] = []
+        for item in nodes:
+            if not isinstance(item, yaml.ScalarNode) or item.value not in known:
+                name = item.value if isinstance(item, yaml.ScalarNode) else "..."
+                raise self.fail(item, f"{what}: unknown name {name!r}{_suggest(name, known)}")
+            if item.value in values:
+                raise self.fail(item, f"{what} names {item.value!r} twice")
+            values.append(item.value)
+        if not values and not empty:
+            raise self.fail(node, f"{what} is empty")
+        return tuple(values)
+
+    # Contents
+
+    def catalog(self, node: yaml.Node) -> Catalog:
+        top = self.record(node, "the catalog", ("schema", "archs", "families"))
+        schema = self.integer(top["schema"], "schema", 0, 1 << 31)
+        if schema != SCHEMA:
+            raise self.fail(
+                top["schema"], f"schema is {schema}, this version of specplan reads {SCHEMA}"
+            )
+        archs = {
+            name: self.arch(name, value)
+            for name, (_, value) in self.mapping(top["archs"], "archs").items()
+        }
+        if not archs:
+            raise self.fail(top["archs"], "archs is empty")
+        problems: dict[str, Mapping[str, Mapping[str, int]]] = {}
+        blocks: list[Block] = []
+        for name, (key, value) in self.mapping(top["families"], "families").items():
+            if name not in FAMILIES:
+                raise self.fail(key, f"unknown family {name!r}{_suggest(name, FAMILIES)}")
+            family = FAMILIES[name]
+            body = self.record(value, f"family {name!r}", ("problems", "cells"))
+            problems[name] = {
+                problem: self.problem(family, problem, item)
+                for problem, (_, item) in self.mapping(
+                    body["problems"], f"problems of {name!r}"
+                ).items()
+            }
+            if not isinstance(body["cells"], yaml.SequenceNode):
+                raise self.fail(body["cells"], f"cells of {name!r} must be a list of blocks")
+            for item in body["cells"].value:
+                blocks.append(self.block(family, problems[name], archs, item))
+        catalog = Catalog(self.source, archs, problems, tuple(blocks))
+        self.check_cells(catalog)
+        return catalog
+
+    def arch(self, name: str, node: yaml.Node) -> Arch:
+        what = f"arch {name!r}"
+        body = self.record(
+            node, what, ("device", "capability", "sm_count", "smem_per_sm", "smem_per_cta")
+        )
+        capability = body["capability"]
+        if not isinstance(capability, yaml.SequenceNode) or len(capability.value) != 2:
+            raise self.fail(capability, f"capability of {what} must be [major, minor]")
+        major, minor = (
+            self.integer(item, f"capability of {what}", 0, 99) for item in capability.value
+        )
+        if name != f"sm_{major}{minor}a":
+            raise self.fail(
+                node, f"{what} does not name capability {major}.{minor}: expected sm_{major}{minor}a"
+            )
+        return Arch(
+            name,
+            (major, minor),
+            self.integer(body["sm_count"], f"sm_count of {what}", 1, 1024),
+            self.integer(body["smem_per_sm"], f"smem_per_sm of {what}", 1024, 1 << 24),
+            self.integer(body["smem_per_cta"], f"smem_per_cta of {what}", 1024, 1 << 24),
+            self.text(body["device"], f"device of {what}"),
+        )
+
+    def problem(self, family: Family, name: str, node: yaml.Node) -> Mapping[str, int]:
+        what = f"problem {name!r} of {family.name!r}"
+        body = self.record(node, what, tuple(family.geometry))
+        geometry = {
+            key: self.integer(body[key], f"{key} of {what}", *family.geometry[key])
+            for key in family.geometry
+        }
+        complaint = family.check_problem(geometry)
+        if complaint is not None:
+            raise self.fail(node, f"{what}: {complaint}")
+        return geometry
+
+    def block(
+        self,
+        family: Family,
+        problems: Mapping[str, Mapping[str, int]],
+        archs: Mapping[str, Arch],
+        node: yaml.Node,
+    ) -> Block:
+        what = f"a block of {family.name!r} cells"
+        body = self.record(
+            node,
+            what,
+            ("problems", "requests", "tokens", "splits", "dtypes", "why"),
+            ("certified", "candidate"),
+        )
+        splits_node = body["splits"]
+        automatic = isinstance(splits_node, yaml.ScalarNode) and splits_node.value == "auto"
+        claimed = {
+            state: self.names(body[state], state, archs, empty=True) if state in body else ()
+            for state in ("certified", "candidate")
+        }
+        both = set(claimed["certified"]) & set(claimed["candidate"])
+        if both:
+            raise self.fail(node, f"{', '.join(sorted(both))}: certified and candidate at once")
+        if not any(claimed.values()):
+            raise self.fail(node, f"{what} names no arch under 'certified' or 'candidate'")
+        block = Block(
+            family.name,
+            self.names(body["problems"], f"problems of {what}", problems),
+            self.integers(body["requests"], "requests", 1, 65536),
+            self.integers(body["tokens"], "tokens", 1, 1024),
+            None if automatic else self.integers(splits_node, "splits", 1, 1024),
+            self.names(body["dtypes"], "dtypes", family.dtypes),
+            claimed["certified"],
+            claimed["candidate"],
+            self.text(body["why"], "why"),
+            node.start_mark.line + 1,
+        )
+        for problem in block.problems:
+            for tokens in block.tokens:
+                complaint = family.check_tokens(problems[problem], tokens)
+                if complaint is not None:
+                    raise self.fail(body["tokens"], f"problem {problem!r}: {complaint}")
+        return block
+
+    def check_cells(self, catalog: Catalog) -> None:
+        seen: dict[Cell, int] = {}
+        for block in catalog.blocks:
+            size = len(block.problems) * len(block.dtypes) * len(block.tokens)
+            size *= len(block.requests) * len(block.archs) * len(block.splits or (1,))
+            if len(seen) + size > MAX_CELLS:
+                raise CatalogError(
+                    self.source,
+                    yaml.Mark("", 0, block.line - 1, 0, None, None),
+                    f"more than {MAX_CELLS:,} cells; is a range too long?",
+                )
+            for arch in block.archs:
+                for cell in catalog._expand(block, arch):
+                    if cell in seen:
+                        raise CatalogError(
+                            self.source,
+                            yaml.Mark("", 0, block.line - 1, 0, None, None),
+                            f"cell claimed twice (first in the block at line {seen[cell]}): {cell}",
+                        )
+                    seen[cell] = block.line
+
+
+def _suggest(name: Any, known: Iterable[str]) -> str:
+    known = tuple(known)
+    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known: {', '.join(known)}"

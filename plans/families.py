@@ -1,0 +1,20 @@
+"""The families that this version knows, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from types import MappingProxyType
+
+from specplan.plans.family import Family
+
+NAMES = ("scatter", "gather")
+
+
+def _load() -> Mapping[str, Family]:
+    return MappingProxyType(
+        {name: import_module(f"specplan.plans.{name}").FAMILY for name in NAMES}
+    )
+
+
+FAMILIES: Mapping[str, Family] = _load()

@@ -1,0 +1,298 @@
+"""``pack.gather``: the overlap scheduler's four input gathers in one launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from specplan.op import ARGUMENT_ERRORS, SHAPE_ERRORS, Op, required
+from specplan.plans.manifest import PlanRecord
+from specplan.uncertified import Reason, Uncertified
+
+
+class Gather(Op):
+    """Fill the next step's inputs of the requests that were in the previous step.
+
+    For r < requests, s = slots[r], j < tokens: ``input_ids`` gets ``store_next_new_tokens[j, s]``, ``pos_offsets`` gets
+    ``store_lens[pos_indices[r * tokens + j]]``, ``draft_tokens`` gets ``store_next_draft[s, j]`` for j < drafts, ``kv_offsets`` gets
+    ``store_lens[s] - tokens``. Each destination is flat and is written from its own begin. Slots may repeat; an index outside the
+    stores gives 0.
+    """
+
+    family = "gather"
+    op = "gather"
+
+    def __call__(
+        self,
+        store_next_new_tokens: torch.Tensor,
+        store_next_draft: torch.Tensor,
+        store_lens: torch.Tensor,
+        slots: torch.Tensor,
+        pos_indices: torch.Tensor,
+        input_ids: torch.Tensor,
+        draft_tokens: torch.Tensor,
+        pos_offsets: torch.Tensor,
+        kv_offsets: torch.Tensor,
+        input_ids_begin: int,
+        draft_tokens_begin: int,
+        pos_offsets_begin: int,
+        kv_offsets_begin: int,
+        requests: int,
+        tokens: int,
+        drafts: int,
+    ) -> bool | Uncertified:
+        """Launch on torch's current stream.
+
+        Parameters
+        ----------
+        store_next_new_tokens, store_next_draft, store_lens
+            int32 [X, S, 1] token-major, [S, D] and [S], on one CUDA device.
+        slots, pos_indices
+            int32 [>= requests] and [>= requests * tokens].
+        input_ids, draft_tokens, pos_offsets, kv_offsets
+            int32, one-dimensional; requests * tokens, requests * drafts, requests * tokens and requests elements are written.
+        input_ids_begin, draft_tokens_begin, pos_offsets_begin, kv_offsets_begin
+            Where in each destination the first request's elements go.
+        requests, tokens, drafts
+            ``drafts`` < ``tokens``; 0 leaves ``draft_tokens`` untouched.
+
+        Returns
+        -------
+        True, or a falsy :class:`~specplan.Uncertified`; then nothing was launched. No requests, with valid tensors: True.
+
+        Raises
+        ------
+        LaunchError
+            CUDA refused the launch.
+        ColdCaptureError
+            First call on this device, inside a graph capture.
+
+        Example
+        -------
+        ::
+
+            free = max_batch - batch    # requests without a previous step come first
+            pack.gather.require(next_store, draft_store, lens_store, slots, positions, input_ids, draft_tokens, pos_offsets,
+                                kv_offsets, free * T, free * (T - 1), free * T, free, batch, T, T - 1)
+        """
+        function = self._admit(
+            store_next_new_tokens,
+            store_next_draft,
+            slots,
+            pos_indices,
+            input_ids,
+            draft_tokens,
+            pos_offsets,
+            kv_offsets,
+            input_ids_begin,
+            draft_tokens_begin,
+            pos_offsets_begin,
+            kv_offsets_begin,
+            requests,
+            tokens,
+            drafts,
+        )
+        if not function:
+            return function  # type: ignore[no-any-return]
+        try:
+            function(
+                store_next_new_tokens,
+                store_next_draft,
+                store_lens,
+                slots,
+                pos_indices,
+                input_ids,
+                draft_tokens,
+                pos_offsets,
+                kv_offsets,
+                input_ids_begin,
+                draft_tokens_begin,
+                pos_offsets_begin,
+                kv_offsets_begin,
+                requests,
+                tokens,
+                drafts,
+            )
+        except ARGUMENT_ERRORS as error:
+            return self._refused(error, store_next_new_tokens.get_device())
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        return True
+
+    def require(self, *arguments: Any, **named: Any) -> None:
+        """The same call, raising :class:`~specplan.UncertifiedCell` where the call would be declined."""
+        required(self(*arguments, **named))
+
+    def bind(
+        self,
+        store_next_new_tokens: torch.Tensor,
+        store_next_draft: torch.Tensor,
+        store_lens: torch.Tensor,
+        slots: torch.Tensor,
+        pos_indices: torch.Tensor,
+        input_ids: torch.Tensor,
+        draft_tokens: torch.Tensor,
+        pos_offsets: torch.Tensor,
+        kv_offsets: torch.Tensor,
+        input_ids_begin: int,
+        draft_tokens_begin: int,
+        pos_offsets_begin: int,
+        kv_offsets_begin: int,
+        requests: int,
+        tokens: int,
+        drafts: int,
+    ) -> Any:
+        """Check and convert the arguments once; returns ``launch()`` for these buffers, or a falsy Uncertified.
+
+        ``launch()`` runs on torch's current stream, returns None, and checks nothing but what the compiled module checks: the buffers
+        must stay allocated as they are. No destination is written here; the compiled module's checks are asked with a launch of no
+        requests.
+        """
+        integers = (
+            input_ids_begin,
+            draft_tokens_begin,
+            pos_offsets_begin,
+            kv_offsets_begin,
+            requests,
+            tokens,
+            drafts,
+        )
+        function = self._admit(
+            store_next_new_tokens,
+            store_next_draft,
+            slots,
+            pos_indices,
+            input_ids,
+            draft_tokens,
+            pos_offsets,
+            kv_offsets,
+            *integers,
+        )
+        if not function:
+            return function
+        tensors = (
+            store_next_new_tokens,
+            store_next_draft,
+            store_lens,
+            slots,
+            pos_indices,
+            input_ids,
+            draft_tokens,
+            pos_offsets,
+            kv_offsets,
+        )
+        return self._bound(function, tensors, integers, (0, 0, 0, 0, 0, 1, 0))
+
+    def _admit(
+        self,
+        store_next_new_tokens: torch.Tensor,
+        store_next_draft: torch.Tensor,
+        slots: torch.Tensor,
+        pos_indices: torch.Tensor,
+        input_ids: torch.Tensor,
+        draft_tokens: torch.Tensor,
+        pos_offsets: torch.Tensor,
+        kv_offsets: torch.Tensor,
+        input_ids_begin: int,
+        draft_tokens_begin: int,
+        pos_offsets_begin: int,
+        kv_offsets_begin: int,
+        requests: int,
+        tokens: int,
+        drafts: int,
+    ) -> Any:
+        """The compiled function for this call if its ranges lie inside its tensors, or an Uncertified."""
+        try:
+            width = store_next_draft.size(1)
+            key = (
+                store_next_new_tokens.get_device(),
+                store_next_new_tokens.size(0),
+                width,
+                requests,
+                tokens,
+            )
+            function = self._picked.get(key)
+            if function is None:
+                function = self._first(key)
+                if not function:
+                    return function
+            flat = requests * tokens
+            if (
+                0 <= drafts < tokens
+                and drafts <= width
+                and input_ids_begin >= 0
+                and draft_tokens_begin >= 0
+                and pos_offsets_begin >= 0
+                and kv_offsets_begin >= 0
+                and requests <= slots.size(0)
+                and flat <= pos_indices.size(0)
+                and input_ids_begin + flat <= input_ids.size(0)
+                and draft_tokens_begin + requests * drafts <= draft_tokens.size(0)
+                and pos_offsets_begin + flat <= pos_offsets.size(0)
+                and kv_offsets_begin + requests <= kv_offsets.size(0)
+            ):
+                return function
+        except SHAPE_ERRORS as error:
+            return self._refused(error)
+        return self._outside(
+            key[0],
+            tokens,
+            drafts,
+            width,
+            {
+                "slots": (0, requests, slots),
+                "pos_indices": (0, flat, pos_indices),
+                "input_ids": (input_ids_begin, flat, input_ids),
+                "draft_tokens": (draft_tokens_begin, requests * drafts, draft_tokens),
+                "pos_offsets": (pos_offsets_begin, flat, pos_offsets),
+                "kv_offsets": (kv_offsets_begin, requests, kv_offsets),
+            },
+        )
+
+    def _first(self, key: tuple[int, ...]) -> Any:
+        device, following, drafts, requests, tokens = key
+        if requests < 0:
+            return self._declined(Reason.RANGE, f"requests is {requests}, below 0", device)
+        if not 1 <= tokens <= following:
+            detail = f"tokens is {tokens}, outside 1..{following}, the next-input store's width"
+            return self._declined(Reason.RANGE, detail, device)
+        # A call with no requests is checked like one with a single request, and launches no work.
+        return self._resolve(
+            key, device, (following, drafts), "int32", max(1, requests), tokens
+        )
+
+    def _outside(
+        self,
+        device: int,
+        tokens: int,
+        drafts: int,
+        width: int,
+        uses: dict[str, tuple[int, int, torch.Tensor]],
+    ) -> Uncertified:
+        if not 0 <= drafts < tokens or drafts > width:
+            detail = f"drafts is {drafts}, outside 0..{min(tokens - 1, width)}"
+            return self._declined(Reason.RANGE, detail, device)
+        for name, (begin, count, buffer) in uses.items():
+            if begin < 0:
+                return self._declined(Reason.RANGE, f"{name} begins at {begin}, below 0", device)
+            if begin + count > buffer.size(0):
+                detail = f"{name} needs {begin}..{begin + count}, it has {buffer.size(0)} elements"
+                return self._declined(Reason.RANGE, detail, device)
+        raise AssertionError("every range of this call lies inside its tensor")
+
+    @classmethod
+    def idle_arguments(cls, plan: PlanRecord, device: torch.device) -> tuple[Any, ...]:
+        spec = dict(plan.spec)
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        flat = zeros(1)
+        return (
+            zeros(spec["next"], 1, 1),
+            zeros(1, spec["draft"]),
+            flat,
+            *(zeros(1) for _ in range(6)),
+            *(0, 0, 0, 0, 0, 1, 0),
+        )

@@ -1,0 +1,169 @@
+"""What the ops of all families share: picking, declining, binding.
+
+The hot path of an op is one dictionary look-up and one compiled call. What an argument must look like is checked by the compiled
+module, before any CUDA call and at no cost to Python; the ops check only what a tensor's description cannot say.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from specplan import library
+from specplan.errors import LaunchError, UncertifiedCell
+from specplan.plans.families import FAMILIES as PLANNING
+from specplan.plans.manifest import PlanRecord
+from specplan.uncertified import Reason, Uncertified
+
+if TYPE_CHECKING:
+    from specplan.pack import Pack, Picked
+
+#: What a compiled function raises for arguments that it does not take, always before it launches.
+ARGUMENT_ERRORS = (TypeError, ValueError, OverflowError)
+#: What reading the shape of something that is not the tensor that an op wants raises.
+SHAPE_ERRORS = (AttributeError, IndexError, TypeError)
+
+
+class Op:
+    """One op of a family, as an attribute of a loaded :class:`specplan.Pack`."""
+
+    family: ClassVar[str]
+    op: ClassVar[str]
+
+    def __init__(self, pack: Pack) -> None:
+        self._pack = pack
+        # What calls came to so far, by whatever the op reads off its arguments: a compiled function, or the reason why not.
+        self._picked: dict[tuple[int, ...], Any] = {}
+
+    @classmethod
+    def idle_arguments(cls, plan: PlanRecord, device: torch.device) -> tuple[Any, ...]:
+        """Arguments of a launch that does nothing, to load the plan's code."""
+        raise NotImplementedError
+
+    def pick(
+        self,
+        *,
+        requests: int,
+        tokens: int,
+        problem: str | None = None,
+        splits: int | None = None,
+        dtype: str | None = None,
+        arch: str | None = None,
+        **geometry: int,
+    ) -> Picked | Uncertified:
+        """The plan that a call of this size would run, or why none would; launches nothing and needs no GPU.
+
+        Parameters
+        ----------
+        requests, tokens
+            Size of the call; rows = requests x tokens.
+        problem
+            Name of the geometry in the catalog, for example ``"mtp7"``; or give the geometry itself as keywords.
+        splits, dtype
+            Without them: the planning rule's splits, the family's first dtype.
+        arch
+            Without it: the only or first loaded arch.
+        """
+        arch_pack = self._pack._packs[arch if arch is not None else self._pack.archs[0]]
+        planning = PLANNING[self.family]
+        if problem is not None:
+            found = arch_pack.manifest.problems.get(self.family, {}).get(problem)
+            if found is None:
+                known = ", ".join(arch_pack.manifest.problems.get(self.family, {})) or "none"
+                return Uncertified(
+                    self.family,
+                    arch_pack.manifest.arch,
+                    Reason.UNKNOWN_PROBLEM,
+                    f"no problem {problem!r}; problems: {known}",
+                )
+            geometry = dict(found)
+        missing = [key for key in planning.geometry if key not in geometry]
+        if missing or len(geometry) != len(planning.geometry):
+            raise TypeError(
+                f"{self.family} problems are given by name or by {', '.join(planning.geometry)}"
+            )
+        return self._pack._pick(
+            self.family,
+            self.op,
+            arch_pack,
+            tuple(geometry[key] for key in planning.geometry),
+            dtype if dtype is not None else planning.dtypes[0],
+            requests,
+            tokens,
+            splits,
+            problem,
+        )
+
+    # For the ops
+
+    def _resolve(
+        self,
+        key: tuple[int, ...],
+        device: int,
+        geometry: tuple[int, ...],
+        dtype: str,
+        requests: int,
+        tokens: int,
+        splits: int | None = None,
+    ) -> Any:
+        """What a first call of its kind comes to: the compiled function, remembered under ``key``, or an Uncertified."""
+        arch_pack = self._pack._of_device(device) if device >= 0 else None
+        if arch_pack is None:
+            where = f"cuda:{device}" if device >= 0 else "the CPU"
+            return Uncertified(
+                self.family,
+                "",
+                Reason.DEVICE,
+                f"the tensors are on {where}, the loaded packs are for {', '.join(self._pack.archs)}",
+            )
+        picked = self._pack._pick(
+            self.family, self.op, arch_pack, geometry, dtype, requests, tokens, splits
+        )
+        if isinstance(picked, Uncertified):
+            return picked
+        self._pack._prepare(device, self.family)
+        self._picked[key] = picked.function
+        return picked.function
+
+    def _declined(self, reason: Reason, detail: str, device: int = -1) -> Uncertified:
+        pack = self._pack._of_device(device) if device >= 0 else None
+        return Uncertified(self.family, pack.manifest.arch if pack else "", reason, detail)
+
+    def _refused(self, error: Exception, device: int = -1) -> Uncertified:
+        """The compiled module's, or Python's, objection to an argument as an Uncertified."""
+        return self._declined(Reason.ARGUMENT, " ".join(str(error).split()), device)
+
+    def _failed(self, error: Exception) -> LaunchError:
+        return LaunchError(
+            f"{self.family}: the launch failed: {error}. CUDA errors are sticky: an earlier launch may be the cause"
+        )
+
+    def _bound(
+        self,
+        function: Any,
+        tensors: tuple[torch.Tensor, ...],
+        integers: tuple[int, ...],
+        idle: tuple[int, ...],
+    ) -> Any:
+        """A launch with its arguments converted once, after the compiled module has agreed to them in a launch of no work.
+
+        The first tensor stays torch's, because that is how the call learns torch's current stream; the others become tvm-ffi tensors
+        that share memory with, and keep alive, the ones given.
+        """
+        try:
+            function(*tensors, *idle)
+        except ARGUMENT_ERRORS as error:
+            return self._refused(error, tensors[0].get_device())
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        convert = library.tvm_ffi().from_dlpack
+        return partial(function, tensors[0], *map(convert, tensors[1:]), *integers)
+
+
+def required(answer: Any) -> Any:
+    """The answer itself, or UncertifiedCell for a declined call."""
+    if isinstance(answer, Uncertified):
+        raise UncertifiedCell(answer)
+    return answer

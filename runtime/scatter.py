@@ -1,0 +1,249 @@
+"""``pack.scatter``: the sampler's store update in one launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from specplan.op import ARGUMENT_ERRORS, SHAPE_ERRORS, Op, required
+from specplan.plans.manifest import PlanRecord
+from specplan.uncertified import Reason, Uncertified
+
+
+class Scatter(Op):
+    """Store each moved row's tokens, drafts and length under its slot.
+
+    For r in [0, rows), i = row_begin + r, s = slots[r], n = lens[i]: the history store gets ``new_tokens[i, :n]``, the next store
+    ``next_new_tokens[i]``, the draft store ``next_draft_tokens[i]``, each padded with zeros to the store's width, and the length
+    store gets n. A token at or past n is never read. The slots of the moved rows must be distinct; a slot outside the stores
+    is skipped.
+    """
+
+    family = "scatter"
+    op = "scatter"
+
+    def __call__(
+        self,
+        new_tokens: torch.Tensor,
+        next_new_tokens: torch.Tensor,
+        lens: torch.Tensor,
+        next_draft_tokens: torch.Tensor,
+        slots: torch.Tensor,
+        store_new_tokens: torch.Tensor,
+        store_next_new_tokens: torch.Tensor,
+        store_lens: torch.Tensor,
+        store_next_draft: torch.Tensor,
+        row_begin: int,
+        rows: int,
+    ) -> bool | Uncertified:
+        """Launch on torch's current stream.
+
+        Parameters
+        ----------
+        new_tokens, next_new_tokens, next_draft_tokens
+            int32 [N, a], [N, b], [N, c] on one CUDA device, columns dense; a, b, c may each be narrower or wider than the store.
+        lens
+            int32 [N], accepted lengths, used raw.
+        slots
+            int32 [>= rows], the store slot of each moved row.
+        store_new_tokens, store_next_new_tokens
+            int32 [H, S, 1] and [X, S, 1], token-major.
+        store_lens, store_next_draft
+            int32 [S] and [S, D].
+        row_begin, rows
+            The rows moved are ``row_begin .. row_begin + rows`` of the outputs; one row a request.
+
+        Returns
+        -------
+        True, or a falsy :class:`~specplan.Uncertified`; then nothing was launched. No rows: True, whatever the tensors.
+
+        Raises
+        ------
+        LaunchError
+            CUDA refused the launch.
+        ColdCaptureError
+            First call on this device, inside a graph capture.
+
+        Example
+        -------
+        ::
+
+            if not pack.scatter(new, following, lens, drafts, slots, *stores, 0, batch):
+                specplan.reference.scatter(new, following, lens, drafts, slots, *stores, 0, batch)
+        """
+        if rows == 0:
+            return True
+        function = self._admit(
+            new_tokens,
+            next_new_tokens,
+            lens,
+            next_draft_tokens,
+            slots,
+            store_new_tokens,
+            store_next_new_tokens,
+            store_next_draft,
+            row_begin,
+            rows,
+        )
+        if not function:
+            return function  # type: ignore[no-any-return]
+        try:
+            function(
+                new_tokens,
+                next_new_tokens,
+                lens,
+                next_draft_tokens,
+                slots,
+                store_new_tokens,
+                store_next_new_tokens,
+                store_lens,
+                store_next_draft,
+                row_begin,
+                rows,
+            )
+        except ARGUMENT_ERRORS as error:
+            return self._refused(error, new_tokens.get_device())
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        return True
+
+    def require(self, *arguments: Any, **named: Any) -> None:
+        """The same call, raising :class:`~specplan.UncertifiedCell` where the call would be declined."""
+        required(self(*arguments, **named))
+
+    def bind(
+        self,
+        new_tokens: torch.Tensor,
+        next_new_tokens: torch.Tensor,
+        lens: torch.Tensor,
+        next_draft_tokens: torch.Tensor,
+        slots: torch.Tensor,
+        store_new_tokens: torch.Tensor,
+        store_next_new_tokens: torch.Tensor,
+        store_lens: torch.Tensor,
+        store_next_draft: torch.Tensor,
+        row_begin: int,
+        rows: int,
+    ) -> Any:
+        """Check and convert the arguments once; returns ``launch()`` for these buffers, or a falsy Uncertified.
+
+        ``launch()`` runs on torch's current stream, returns None, and checks nothing but what the compiled module checks: the buffers
+        must stay allocated as they are. No store is written here; the compiled module's checks are asked with a launch of no rows.
+        """
+        if rows == 0:
+            return _nothing
+        function = self._admit(
+            new_tokens,
+            next_new_tokens,
+            lens,
+            next_draft_tokens,
+            slots,
+            store_new_tokens,
+            store_next_new_tokens,
+            store_next_draft,
+            row_begin,
+            rows,
+        )
+        if not function:
+            return function
+        tensors = (
+            new_tokens,
+            next_new_tokens,
+            lens,
+            next_draft_tokens,
+            slots,
+            store_new_tokens,
+            store_next_new_tokens,
+            store_lens,
+            store_next_draft,
+        )
+        return self._bound(function, tensors, (row_begin, rows), (0, 0))
+
+    def _admit(
+        self,
+        new_tokens: torch.Tensor,
+        next_new_tokens: torch.Tensor,
+        lens: torch.Tensor,
+        next_draft_tokens: torch.Tensor,
+        slots: torch.Tensor,
+        store_new_tokens: torch.Tensor,
+        store_next_new_tokens: torch.Tensor,
+        store_next_draft: torch.Tensor,
+        row_begin: int,
+        rows: int,
+    ) -> Any:
+        """The compiled function for this call if its ranges lie inside its tensors, or an Uncertified."""
+        try:
+            key = (
+                new_tokens.get_device(),
+                store_new_tokens.size(0),
+                store_next_new_tokens.size(0),
+                store_next_draft.size(1),
+                rows,
+                new_tokens.size(1),
+            )
+            function = self._picked.get(key)
+            if function is None:
+                function = self._first(key)
+                if not function:
+                    return function
+            end = row_begin + rows
+            # The outputs may differ in N: each only has to hold the rows moved.
+            if (
+                row_begin >= 0
+                and end <= new_tokens.size(0)
+                and end <= next_new_tokens.size(0)
+                and end <= lens.size(0)
+                and end <= next_draft_tokens.size(0)
+                and rows <= slots.size(0)
+            ):
+                return function
+        except SHAPE_ERRORS as error:
+            return self._refused(error)
+        held = min(t.size(0) for t in (new_tokens, next_new_tokens, lens, next_draft_tokens))
+        return self._outside(key[0], row_begin, rows, held, slots.size(0))
+
+    def _first(self, key: tuple[int, ...]) -> Any:
+        device, history, following, drafts, rows, width = key
+        if rows < 0:
+            return self._declined(Reason.RANGE, f"rows is {rows}, below 0", device)
+        # A call moves as many history columns as both sides have; an output with no columns moves the length alone.
+        tokens = max(1, min(width, history))
+        return self._resolve(key, device, (history, following, drafts), "int32", rows, tokens)
+
+    def _outside(
+        self, device: int, row_begin: int, rows: int, held: int, listed: int
+    ) -> Uncertified:
+        if row_begin < 0:
+            detail = f"row_begin is {row_begin}, below 0"
+        elif rows > listed:
+            detail = f"rows is {rows}, the slot table has {listed}"
+        else:
+            detail = f"rows {row_begin}..{row_begin + rows} lie outside the outputs' {held} rows"
+        return self._declined(Reason.RANGE, detail, device)
+
+    @classmethod
+    def idle_arguments(cls, plan: PlanRecord, device: torch.device) -> tuple[Any, ...]:
+        spec = dict(plan.spec)
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        return (
+            zeros(1, 1),
+            zeros(1, 1),
+            zeros(1),
+            zeros(1, 1),
+            zeros(1),
+            zeros(spec["history"], 1, 1),
+            zeros(spec["next"], 1, 1),
+            zeros(1),
+            zeros(1, spec["draft"]),
+            0,
+            0,
+        )
+
+
+def _nothing() -> None:
+    """The launch of a bind over no rows."""

@@ -1,0 +1,1 @@
+"""What sits on top of the rooms: the build step, certification, and the command line."""

@@ -1,0 +1,111 @@
+"""A plan's key: everything that decides its bytes, and nothing else.
+
+The key holds the reachable source files, every compile option, the arch, all ``nvidia-cutlass-dsl*`` distributions, the tvm-ffi
+version and the host triple. It holds no path, no driver and no torch version: none of them changes the bytes.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+from specplan.plans.plan import Plan
+
+#: Raise it when the build step itself changes what the same sources compile to.
+FORMAT = 1
+
+
+@lru_cache(maxsize=1)
+def tool_versions() -> Mapping[str, str]:
+    """Versions of every distribution that takes part in a compile."""
+    found = {}
+    for distribution in metadata.distributions():
+        name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
+        if name.startswith("nvidia-cutlass-dsl") or name == "apache-tvm-ffi":
+            found[name] = distribution.version
+    return dict(sorted(found.items()))
+
+
+@lru_cache(maxsize=1)
+def host_triple() -> str:
+    """Machine, system and C library of the host that the objects are for."""
+    libc = "gnu" if platform.libc_ver()[0] == "glibc" else "unknown"
+    return f"{platform.machine()}-{sys.platform}-{libc}"
+
+
+def options(plan: Plan) -> str:
+    """The compiler options of a plan. The arch is always said: without it the DSL silently takes sm_100a."""
+    return f"--enable-tvm-ffi --gpu-arch {plan.arch} --opt-level 3"
+
+
+@lru_cache(maxsize=None)
+def _imports(module: str) -> tuple[str, frozenset[str]]:
+    """Source digest of one module of this package, and the modules of this package that it imports."""
+    spec = util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"no module {module!r} to take sources from")
+    source = Path(spec.origin).read_bytes()
+    package = module if spec.submodule_search_locations else module.rpartition(".")[0]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parent = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parent, base]).rstrip(".")
+            found.add(base)
+            found.update(f"{base}.{alias.name}" for alias in node.names)
+    ours = frozenset(name for name in found if _is_ours(name))
+    return hashlib.sha256(source).hexdigest(), ours
+
+
+@lru_cache(maxsize=None)
+def _is_ours(name: str) -> bool:
+    if not name.startswith("specplan."):
+        return False
+    try:
+        return util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@lru_cache(maxsize=None)
+def sources(family: str) -> Mapping[str, str]:
+    """sha256 of every source file that a family's device code can reach by import, by module name."""
+    found: dict[str, str] = {}
+    todo = [f"specplan.kernels.{family}.kernel"]
+    while todo:
+        module = todo.pop()
+        if module not in found:
+            found[module], imported = _imports(module)
+            todo.extend(imported)
+    return dict(sorted(found.items()))
+
+
+def key(plan: Plan) -> dict[str, Any]:
+    """The key of a plan, in full: the manifest records it, and a difference names the input that changed."""
+    return {
+        "format": FORMAT,
+        "symbol": plan.symbol,
+        "arch": plan.arch,
+        "options": options(plan),
+        "sources": dict(sources(plan.family)),
+        "tools": dict(tool_versions()),
+        "host": host_triple(),
+    }
+
+
+def digest(full: Mapping[str, Any]) -> str:
+    """sha256 of a key, the same for the same key on any machine."""
+    text = json.dumps(full, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

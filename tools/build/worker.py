@@ -1,0 +1,82 @@
+"""A compile worker: reads plans as JSON lines on stdin, compiles each, answers with one JSON line on a pipe.
+
+The DSL is not thread-safe, so a worker is a process and compiles one plan at a time. Whatever the compiler prints goes to the
+log of the plan at hand: a crash leaves a log and costs one plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import traceback
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from specplan.plans import device_code
+from specplan.plans.plan import Plan
+
+
+def plan_from(job: dict[str, Any]) -> Plan:
+    return Plan(
+        job["family"],
+        job["op"],
+        job["arch"],
+        tuple((name, value) for name, value in job["spec"]),
+    )
+
+
+def compile_plan(plan: Plan, options: str, path: Path) -> dict[str, Any]:
+    """Compile one plan to an object file at ``path``; returns what the manifest records about it."""
+    import cutlass.cute as cute
+
+    module = import_module(f"specplan.kernels.{plan.family}.kernel")
+    function, arguments = module.lower(plan)
+    compiled = cute.compile(function, *arguments, options=options)
+    if not hasattr(compiled, "export_to_c"):
+        raise RuntimeError(f"the compiler returned {type(compiled).__name__}, not an exportable function")
+    # The host side of the launch (grid, cluster, argument checks) before it is lowered to this machine's instructions. It
+    # holds the device code too, so it is the widest statement of what the plan does that does not depend on the host.
+    host_code = hashlib.sha256(str(compiled.ir_module).encode()).hexdigest()
+    compiled.export_to_c(
+        str(path), function_name=plan.symbol, export_only_tvm_ffi_symbols=True
+    )
+    data = path.read_bytes()
+    found = [device_code.read(image) for image in device_code.images(data)]
+    if len(found) != 1:
+        raise RuntimeError(f"expected one device image in the object of {plan.symbol}, found {len(found)}")
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return {
+        "object_sha256": hashlib.sha256(data).hexdigest(),
+        "object_size": len(data),
+        "device_code": found[0].sha256,
+        "host_code": host_code,
+        "kernels": list(found[0].kernels),
+        "registers": found[0].registers,
+        "spills": found[0].spills,
+    }
+
+
+def main() -> None:
+    answers = os.fdopen(int(sys.argv[1]), "w", buffering=1)
+    for line in sys.stdin:
+        job = json.loads(line)
+        log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        try:
+            answer = compile_plan(plan_from(job), job["options"], Path(job["object"]))
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        sys.stdout.flush()
+        sys.stderr.flush()
+        print(json.dumps(answer), file=answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,604 @@
+"""The command line: build, certify, coverage, verify, explain, doctor, gc.
+
+Exit codes, everywhere: 0 it holds, 1 it does not, 2 the command was used wrongly.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from specplan.plans import certificates, locations, manifest
+from specplan.plans import catalog as catalogs
+from specplan.plans.catalog import Catalog, CatalogError
+from specplan.plans.cell import Cell, State, nearest
+from specplan.plans.certificates import CertificateError
+from specplan.plans.coverage import Coverage, compute, uses_of
+from specplan.plans.families import FAMILIES
+from specplan.plans.manifest import ManifestError, packs_under
+from specplan.plans.version import VERSION
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+def _fail(message: str, code: int = 1) -> NoReturn:
+    click.echo(f"error: {message}", err=True)
+    sys.exit(code)
+
+
+def _catalog(path: Path | None) -> Catalog:
+    try:
+        return catalogs.load(path)
+    except CatalogError as error:
+        _fail(str(error))
+
+
+def _archs(catalog: Catalog, names: Sequence[str]) -> list[str]:
+    """The archs named, each once; ``all`` means all of the catalog. A misspelt one is a usage error."""
+    wanted: list[str] = []
+    for name in names:
+        if name == "all":
+            wanted.extend(catalog.archs)
+        elif name in catalog.archs:
+            wanted.append(name)
+        else:
+            hint = catalogs._suggest(name, catalog.archs)
+            raise click.BadParameter(f"unknown arch {name!r}{hint}", param_hint="--arch")
+    return list(dict.fromkeys(wanted))
+
+
+def _family_names(names: Sequence[str]) -> tuple[str, ...]:
+    for name in names:
+        if name not in FAMILIES:
+            hint = catalogs._suggest(name, FAMILIES)
+            raise click.BadParameter(f"unknown family {name!r}{hint}", param_hint="--family")
+    return tuple(dict.fromkeys(names))
+
+
+def _root(path: Path | None) -> Path:
+    """The directory of packs: as given, else the first place of the search path that has one."""
+    if path is not None:
+        return path
+    for _, place in locations.search_path():
+        if packs_under(place):
+            return place
+    return locations.build_directory()
+
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _option_catalog() -> Decorator:
+    return click.option(
+        "--catalog",
+        "catalog_path",
+        type=click.Path(path_type=Path),
+        help="Catalog file; default: the one that specplan ships.",
+    )
+
+
+def _option_packs() -> Decorator:
+    return click.option(
+        "--packs",
+        type=click.Path(path_type=Path),
+        help="Directory of packs; default: $SPECPLAN_PACKS, the installed wheel, the per-user directory.",
+    )
+
+
+def _option_certificates() -> Decorator:
+    return click.option(
+        "--certificates",
+        "certificate_path",
+        type=click.Path(path_type=Path),
+        help="Directory of certificates; default: the ones that specplan ships. Those beside a pack count too.",
+    )
+
+
+def _evidence(path: Path | None) -> list[Path]:
+    return [path if path is not None else certificates.default_directory()]
+
+
+@click.group(context_settings=CONTEXT)
+@click.version_option(VERSION, prog_name="specplan")
+def main() -> None:
+    """Certified, ahead-of-time compiled launch plans for the speculative-decoding step."""
+
+
+# build
+
+
+@main.command("build")
+@click.option("--arch", "archs", multiple=True, default=("all",), help="Compile target, or 'all'. Repeatable.")
+@click.option("--family", "families", multiple=True, help="Only this family. Repeatable.")
+@click.option("--jobs", type=click.IntRange(1), help="Compile processes; default: one a CPU.")
+@click.option("--out", type=click.Path(path_type=Path), help="Output directory; default: $SPECPLAN_PACKS or the per-user directory.")
+@click.option("--dry-run", is_flag=True, help="Say what would be compiled; write nothing.")
+@click.option("--keep-going", is_flag=True, help="Go on after a plan fails; write packs without it.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@_option_catalog()
+@_option_certificates()
+def build_command(
+    archs: Sequence[str],
+    families: Sequence[str],
+    jobs: int | None,
+    out: Path | None,
+    dry_run: bool,
+    keep_going: bool,
+    as_json: bool,
+    catalog_path: Path | None,
+    certificate_path: Path | None,
+) -> None:
+    """Compile every reachable plan into packs. Needs the compiler, no GPU and no torch."""
+    catalog = _catalog(catalog_path)
+    wanted = _archs(catalog, archs)
+    chosen = _family_names(families)
+    try:
+        from specplan.tools.build import BuildError, build
+    except ImportError as error:
+        _fail(f"the build step cannot be imported ({error}); pip install 'specplan[build]'")
+    target = out if out is not None else locations.build_directory()
+    with _Progress(quiet=as_json) as progress:
+        try:
+            report = build(
+                catalog,
+                target,
+                wanted,
+                families=chosen,
+                jobs=jobs,
+                dry_run=dry_run,
+                keep_going=keep_going,
+                certificate_directories=_evidence(certificate_path),
+                progress=progress,
+                waiting=lambda text: click.echo(text, err=True),
+            )
+        except (BuildError, CertificateError) as error:
+            progress.close()
+            _fail(str(error))
+    if as_json:
+        click.echo(json.dumps(report.as_json(), indent=1))
+    else:
+        for failure in report.failed:
+            click.echo(f"failed: {failure.symbol}: {failure.error}\n  log: {failure.log}", err=True)
+        verb = "would compile" if dry_run else "compiled"
+        click.echo(
+            f"{report.planned} plans for {', '.join(wanted)}: {verb} {report.compiled}, "
+            f"reused {report.reused}"
+            + (f", failed {len(report.failed)}" if report.failed else "")
+            + f" in {report.seconds:.1f} s"
+        )
+        for arch, path in report.packs.items():
+            click.echo(f"  {arch}: {path}")
+        if report.spilled:
+            click.echo(f"plans with spills: {', '.join(report.spilled)}")
+    sys.exit(1 if report.failed else 0)
+
+
+class _Progress:
+    """A bar with counts and time left on a terminal, plain lines elsewhere; always on standard error."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.quiet = quiet
+        self.bar: Any = None
+        self.task: Any = None
+        self.start = time.monotonic()
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+    def __call__(self, done: int, total: int, symbol: str, error: str | None) -> None:
+        if sys.stderr.isatty() and not self.quiet:
+            self._on_terminal(done, total, symbol)
+        elif not self.quiet and (done == total or done % max(1, total // 20) == 0 or error):
+            left = (time.monotonic() - self.start) / done * (total - done)
+            what = f" failed: {symbol}" if error else ""
+            click.echo(f"compiled {done}/{total}, about {left:.0f} s left{what}", err=True)
+
+    def _on_terminal(self, done: int, total: int, symbol: str) -> None:
+        if self.bar is None:
+            from rich.console import Console
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeRemainingColumn,
+            )
+
+            self.bar = Progress(
+                TextColumn("compiling"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[symbol]}"),
+                console=Console(stderr=True),
+            )
+            self.task = self.bar.add_task("plans", total=total, symbol="")
+            self.bar.start()
+        self.bar.update(self.task, completed=done, symbol=symbol)
+
+
+# coverage
+
+
+@main.command("coverage")
+@click.option("--arch", "archs", multiple=True, help="Only this arch, or 'all'. Repeatable. Default: the archs that have a pack; with --strict all.")
+@click.option("--family", help="Only this family.")
+@click.option("--strict", is_flag=True, help="Every arch of the catalog must be built, and no evidence may be without a claim.")
+@click.option("--json", "form", flag_value="json", help="Print JSON.")
+@click.option("--markdown", "form", flag_value="markdown", help="Print a Markdown table.")
+@_option_packs()
+@_option_catalog()
+@_option_certificates()
+def coverage_command(
+    archs: Sequence[str],
+    family: str | None,
+    strict: bool,
+    form: str | None,
+    packs: Path | None,
+    catalog_path: Path | None,
+    certificate_path: Path | None,
+) -> None:
+    """Say for every cell whether its claim holds. Exit 1 on any that does not. Needs no GPU."""
+    catalog = _catalog(catalog_path)
+    if family is not None:
+        _family_names([family])
+    root = _root(packs)
+    wanted = _archs(catalog, archs)
+    if not wanted:
+        built = packs_under(root)
+        wanted = [arch for arch in catalog.archs if strict or arch in built]
+    try:
+        coverage = compute(
+            catalog, root, wanted, _evidence(certificate_path), family=family, strict=strict
+        )
+    except CertificateError as error:
+        _fail(str(error))
+    if form == "json":
+        click.echo(json.dumps(coverage.as_json()))
+    elif form == "markdown":
+        click.echo(_table(coverage, markdown=True))
+    else:
+        click.echo(_table(coverage, markdown=False))
+    if not wanted:
+        _fail(f"no pack under {root}; build one with `specplan build`, or name it with --packs")
+    for complaint in coverage.complaints:
+        click.echo(f"does not hold: {complaint}", err=True)
+    for line in _broken(coverage):
+        click.echo(f"does not hold: {line}", err=True)
+    if coverage.holds and form is None:
+        click.echo("every claim holds")
+    sys.exit(0 if coverage.holds else 1)
+
+
+def _table(coverage: Coverage, *, markdown: bool) -> str:
+    """Family x arch, one column a state. A state that no cell is in shows as a dot."""
+    head = ["family", "arch", *(state.value for state in State), "cells"]
+    body = []
+    for family, archs in coverage.summary().items():
+        for arch, counts in archs.items():
+            body.append(
+                [
+                    family,
+                    arch,
+                    *(str(counts.get(state.value, 0) or ".") for state in State),
+                    str(sum(counts.values())),
+                ]
+            )
+    widths = [max(len(row[i]) for row in [head, *body]) for i in range(len(head))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [
+            text.ljust(width) if i < 2 else text.rjust(width)
+            for i, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        return f"| {' | '.join(cells)} |" if markdown else "  ".join(cells).rstrip()
+
+    lines = [line(head)]
+    if markdown:
+        rules = [
+            "-" * width if i < 2 else "-" * (width - 1) + ":" for i, width in enumerate(widths)
+        ]
+        lines.append(f"| {' | '.join(rules)} |")
+    return "\n".join([*lines, *map(line, body)])
+
+
+def _broken(coverage: Coverage) -> list[str]:
+    """One line for each way in which claims fail, with how many cells fail that way and one of them."""
+    found: dict[tuple[str, str, str, str], list[Cell]] = {}
+    for row in coverage.rows:
+        if not row.holds:
+            at = (row.cell.family, row.cell.arch, row.state.value, row.reason)
+            found.setdefault(at, []).append(row.cell)
+    return [
+        f"{family} on {arch}: {len(cells)} cells {state}: {reason} (first: {cells[0]})"
+        for (family, arch, state, reason), cells in found.items()
+    ]
+
+
+# verify
+
+
+@main.command("verify")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_option_packs()
+def verify_command(as_json: bool, packs: Path | None) -> None:
+    """Check the bytes of packs: manifest digest, sizes, sha256, and that the device code inside is what the manifest names."""
+    from specplan.plans import device_code
+
+    root = _root(packs)
+    found = packs_under(root)
+    results: dict[str, list[str]] = {}
+    for arch, directory in found.items():
+        wrong: list[str] = []
+        try:
+            pack = manifest.read(directory)
+        except ManifestError as error:
+            results[arch] = [str(error)]
+            continue
+        for family, record in pack.objects.items():
+            complaint = manifest.check_object(directory, record)
+            if complaint is not None:
+                wrong.append(complaint)
+                continue
+            data = (directory / record.file).read_bytes()
+            inside = {device_code.read(image).sha256 for image in device_code.images(data)}
+            named = {p.device_code for p in pack.plans.values() if p.family == family}
+            if inside != named:
+                wrong.append(
+                    f"{record.file} holds other device code than its manifest names "
+                    f"({len(named - inside)} missing, {len(inside - named)} unknown)"
+                )
+        results[arch] = wrong
+    if as_json:
+        click.echo(json.dumps({"packs": str(root), "archs": results}, indent=1))
+    else:
+        for arch, wrong in results.items():
+            click.echo(f"{arch}: {'whole' if not wrong else 'corrupt'} ({found[arch]})")
+            for complaint in wrong:
+                click.echo(f"  {complaint}", err=True)
+    if not found:
+        _fail(f"no pack under {root}")
+    sys.exit(1 if any(results.values()) else 0)
+
+
+# explain
+
+
+@main.command("explain")
+@click.argument("family")
+@click.argument("assignments", nargs=-1, metavar="requests=R tokens=T problem=P [splits=S] [dtype=D]")
+@click.option("--arch", required=True, help="Arch to decide for.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_option_packs()
+@_option_catalog()
+@_option_certificates()
+def explain_command(
+    family: str,
+    assignments: Sequence[str],
+    arch: str,
+    as_json: bool,
+    packs: Path | None,
+    catalog_path: Path | None,
+    certificate_path: Path | None,
+) -> None:
+    """Print the decision from a call to its plan, or to the reason why there is none. Needs no GPU."""
+    catalog = _catalog(catalog_path)
+    _family_names([family])
+    _archs(catalog, [arch])
+    values = _assignments(assignments)
+    problems = catalog.problems.get(family, {})
+    problem = values.get("problem", "")
+    if problem not in problems:
+        hint = catalogs._suggest(problem, problems) if problem else f"; known: {', '.join(problems)}"
+        raise click.UsageError(f"problem={problem!r} is no problem of {family}{hint}")
+    planning = FAMILIES[family]
+    dtype = values.get("dtype", planning.dtypes[0])
+    if dtype not in planning.dtypes:
+        raise click.UsageError(f"dtype={dtype!r}{catalogs._suggest(dtype, planning.dtypes)}")
+    try:
+        requests, tokens = int(values["requests"]), int(values["tokens"])
+        splits = int(values["splits"]) if "splits" in values else None
+    except (KeyError, ValueError) as error:
+        raise click.UsageError("requests=R and tokens=T are needed, as integers") from error
+    steps: list[tuple[str, str]] = []
+    geometry = problems[problem]
+    steps.append(("problem", f"{problem}: {', '.join(f'{k}={v}' for k, v in geometry.items())}"))
+    steps.append(("rows", f"{requests} requests x {tokens} tokens = {requests * tokens}"))
+    complaint = planning.check_tokens(geometry, tokens) if tokens >= 1 else "tokens is below 1"
+    if complaint is None and requests >= 1:
+        chosen = planning.splits(geometry, requests, tokens, dtype, catalog.archs[arch])
+        steps.append(
+            ("splits", f"{splits} as asked" if splits else f"{chosen} by the planning rule for {arch}")
+        )
+        splits = splits or chosen
+    cell = Cell(family, problem, dtype, arch, splits or 1, tokens, requests)
+    answer, state = _decide(catalog, cell, _root(packs), _evidence(certificate_path), steps, complaint)
+    if as_json:
+        body = {"cell": cell.as_dict(), "steps": dict(steps), "state": state, "runs": answer}
+        click.echo(json.dumps(body, indent=1))
+    else:
+        width = max(len(name) for name, _ in steps)
+        for name, text in steps:
+            click.echo(f"{name.ljust(width)}  {text}")
+    sys.exit(0 if answer else 1)
+
+
+def _decide(
+    catalog: Catalog,
+    cell: Cell,
+    root: Path,
+    evidence: list[Path],
+    steps: list[tuple[str, str]],
+    complaint: str | None,
+) -> tuple[bool, str]:
+    """The steps after the cell is known. Returns whether it runs certified, and its state."""
+    if cell not in catalog.claims:
+        steps.append(("catalog", complaint or f"has no cell {cell}"))
+        mine = (c for c in catalog.cells(cell.arch, cell.family))
+        steps.append(("nearest", "; ".join(map(str, nearest(cell, mine)))))
+        steps.append(("answer", "uncertified: the call is declined"))
+        return False, "uncertified"
+    block = next(
+        b
+        for b in catalog.blocks
+        if b.family == cell.family
+        and cell.arch in b.archs
+        and cell.problem in b.problems
+        and cell.requests in b.requests
+        and cell.tokens in b.tokens
+    )
+    claim = State.CERTIFIED if catalog.claims[cell] else State.CANDIDATE
+    steps.append(("catalog", f"{claim.value} (line {block.line}: {block.why})"))
+    plans = catalog.plans_of(cell)
+    steps.append(("plan", ", ".join(plan.symbol for plan in plans)))
+    launch = {name: value for plan in plans for name, value in plan.launch}
+    if launch:
+        steps.append(("launch", ", ".join(f"{k}={v}" for k, v in launch.items())))
+    coverage = compute(_only(catalog, cell), root, [cell.arch], evidence)
+    row = coverage.rows[0]
+    steps.append(("pack", f"{root}: {row.reason or row.state.value}"))
+    directory = packs_under(root).get(cell.arch)
+    if directory is not None and row.state in (State.CERTIFIED, State.CANDIDATE):
+        record = manifest.read(directory).plans[uses_of(plans)[0].symbol]
+        steps.append(("registers", f"{record.registers} a thread, {record.spills} spills"))
+    answer = {
+        State.CERTIFIED: "certified: the call launches",
+        State.CANDIDATE: "candidate: the call launches only after load(candidates=True)",
+    }.get(row.state, f"{row.state.value}: the call is declined")
+    steps.append(("answer", answer))
+    return row.state is State.CERTIFIED, row.state.value
+
+
+def _only(catalog: Catalog, cell: Cell) -> Catalog:
+    """The catalog with the claim of one cell."""
+    alone = Catalog(catalog.source, catalog.archs, catalog.problems, ())
+    alone.__dict__["claims"] = {cell: catalog.claims[cell]}
+    return alone
+
+
+def _assignments(items: Sequence[str]) -> dict[str, str]:
+    known = ("requests", "tokens", "problem", "splits", "dtype")
+    values: dict[str, str] = {}
+    for item in items:
+        name, equals, value = item.partition("=")
+        if not equals or name not in known:
+            raise click.UsageError(
+                f"{item!r} is not NAME=VALUE with a name of {', '.join(known)}"
+            )
+        values[name] = value
+    return values
+
+
+# gc
+
+
+@main.command("gc")
+@click.option("--older-than", default=3600, show_default=True, help="Only files that are older than this many seconds.")
+@click.option("--dry-run", is_flag=True, help="Say what would be deleted.")
+@_option_packs()
+def gc_command(older_than: int, dry_run: bool, packs: Path | None) -> None:
+    """Delete objects and shared objects that no manifest refers to.
+
+    Young files are kept, because a build that is under way may be about to refer to them.
+    """
+    root = _root(packs)
+    from specplan.tools.build.keys import digest
+
+    kept: set[Path] = set()
+    for directory in packs_under(root).values():
+        try:
+            pack = manifest.read(directory)
+        except ManifestError as error:
+            _fail(f"{error}; nothing was deleted")
+        kept |= {directory / record.file for record in pack.objects.values()}
+        for plan in pack.plans.values():
+            name = digest(plan.key)
+            kept |= {root / "objects" / f"{name}.o", root / "objects" / f"{name}.json"}
+    now = time.time()
+    candidates = [
+        *root.glob("objects/*"),
+        *root.glob("objects/.*.tmp"),
+        *root.glob("*/*.so"),
+        *root.glob("*/.*.tmp*"),
+    ]
+    dead = [p for p in candidates if p not in kept and now - p.stat().st_mtime > older_than]
+    size = sum(path.stat().st_size for path in dead)
+    if not dry_run:
+        for path in dead:
+            path.unlink(missing_ok=True)
+    verb = "would delete" if dry_run else "deleted"
+    click.echo(f"{verb} {len(dead)} files, {size / 1e6:.1f} MB, under {root}")
+
+
+# certify and doctor live in modules of their own, because they import torch
+
+
+@main.group("certify", invoke_without_command=True)
+@click.option("--arch", default="auto", show_default=True, help="Arch to certify; 'auto' is that of the GPU.")
+@click.option("--family", "families", multiple=True, help="Only this family. Repeatable.")
+@click.option("--problem", "problems", multiple=True, help="Only this problem. Repeatable.")
+@click.option("--requests", help="Only these requests, for example 1..8. What is left out is not certified.")
+@click.option("--shard", default="1/1", show_default=True, help="I/N: certify the I-th of N parts.")
+@click.option("--out", type=click.Path(path_type=Path), help="Directory for the certificates; default: beside the pack.")
+@click.option("--device", default=0, show_default=True, help="CUDA device index.")
+@_option_packs()
+@_option_catalog()
+@click.pass_context
+def certify_command(context: click.Context, **options: Any) -> None:
+    """Check every cell of the catalog on this machine's GPU and write certificates."""
+    if context.invoked_subcommand is None:
+        from specplan.tools.certify import certify_main
+
+        catalog = _catalog(options.pop("catalog_path"))
+        families = _family_names(options.pop("families"))
+        sys.exit(certify_main(catalog, families=families, root=_root(options.pop("packs")), **options))
+
+
+@certify_command.command("merge")
+@click.argument("parts", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory of certificates to write.")
+def certify_merge_command(parts: Sequence[Path], out: Path) -> None:
+    """Join the certificates of shards that ran on the same kind of device with the same pack."""
+    from specplan.tools.merge import MergeError, merge
+
+    try:
+        for path, cells in merge(parts, out):
+            click.echo(f"{path}: {cells} cells")
+    except (MergeError, CertificateError) as error:
+        _fail(str(error))
+
+
+@main.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor_command(as_json: bool) -> None:
+    """Print everything that a bug report needs, and what is wrong. Exit 1 if no pack can run here."""
+    from specplan.tools.doctor import examine
+
+    report, complaints = examine()
+    if as_json:
+        click.echo(json.dumps({**report, "complaints": complaints}, indent=1))
+    else:
+        width = max(map(len, report))
+        for name, value in report.items():
+            click.echo(f"{name.ljust(width)}  {value}")
+        for complaint in complaints:
+            click.echo(f"wrong: {complaint}")
+    sys.exit(1 if complaints else 0)
+
+
+if __name__ == "__main__":
+    main()
