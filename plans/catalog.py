@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,25 +60,17 @@ class Block:
 
 @dataclass(frozen=True)
 class Catalog:
-    """The parsed catalog. ``cells(arch)`` enumerates; ``plans_of(cell)`` applies the planning rule."""
+    """The parsed catalog. ``claims`` enumerates; ``plans_of(cell)`` applies the planning rule."""
 
     source: str
     archs: Mapping[str, Arch]
     problems: Mapping[str, Mapping[str, Mapping[str, int]]]
     blocks: tuple[Block, ...]
+    #: Every cell, and whether it is claimed to be certified (else it is a candidate).
+    claims: Mapping[Cell, bool] = field(default_factory=dict, repr=False)
 
-    @cached_property
-    def claims(self) -> Mapping[Cell, bool]:
-        """Every cell, and whether it is claimed to be certified (else it is a candidate)."""
-        return dict(self._claims())
-
-    def _claims(self) -> Iterator[tuple[Cell, bool]]:
-        for block in self.blocks:
-            for arch in block.archs:
-                for cell in self._expand(block, arch):
-                    yield cell, arch in block.certified
-
-    def _expand(self, block: Block, arch: str) -> Iterator[Cell]:
+    def expand(self, block: Block, arch: str) -> Iterator[Cell]:
+        """The cells of one block on one arch."""
         family = FAMILIES[block.family]
         facts = self.archs[arch]
         for problem in block.problems:
@@ -148,7 +139,7 @@ def load(path: Path | str | None = None) -> Catalog:
 def loads(text: str, source: str = "catalog.yaml") -> Catalog:
     """Check a catalog given as text; ``source`` is the name that errors show."""
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node = yaml.compose(text, Loader=_LOADER)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         detail = getattr(error, "problem", None) or str(error)
@@ -158,6 +149,10 @@ def loads(text: str, source: str = "catalog.yaml") -> Catalog:
     if node is None:
         raise CatalogError(source, None, "is empty")
     return _Reader(source).catalog(node)
+
+
+#: libyaml where PyYAML has it: the same nodes, ten times faster.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Reader:
@@ -190,7 +185,7 @@ class _Reader:
         known = (*required, *optional)
         for name, (key, _) in items.items():
             if name not in known:
-                raise self.fail(key, f"unknown key {name!r} in {what}{_suggest(name, known)}")
+                raise self.fail(key, f"unknown key {name!r} in {what}{suggest(name, known)}")
         for name in required:
             if name not in items:
                 raise self.fail(node, f"{what} lacks {name!r}")
@@ -241,7 +236,7 @@ class _Reader:
         for item in nodes:
             if not isinstance(item, yaml.ScalarNode) or item.value not in known:
                 name = item.value if isinstance(item, yaml.ScalarNode) else "..."
-                raise self.fail(item, f"{what}: unknown name {name!r}{_suggest(name, known)}")
+                raise self.fail(item, f"{what}: unknown name {name!r}{suggest(name, known)}")
             if item.value in values:
                 raise self.fail(item, f"{what} names {item.value!r} twice")
             values.append(item.value)
@@ -268,7 +263,7 @@ class _Reader:
         blocks: list[Block] = []
         for name, (key, value) in self.mapping(top["families"], "families").items():
             if name not in FAMILIES:
-                raise self.fail(key, f"unknown family {name!r}{_suggest(name, FAMILIES)}")
+                raise self.fail(key, f"unknown family {name!r}{suggest(name, FAMILIES)}")
             family = FAMILIES[name]
             body = self.record(value, f"family {name!r}", ("problems", "cells"))
             problems[name] = {
@@ -282,8 +277,7 @@ class _Reader:
             for item in body["cells"].value:
                 blocks.append(self.block(family, problems[name], archs, item))
         catalog = Catalog(self.source, archs, problems, tuple(blocks))
-        self.check_cells(catalog)
-        return catalog
+        return replace(catalog, claims=self.claims(catalog))
 
     def arch(self, name: str, node: yaml.Node) -> Arch:
         what = f"arch {name!r}"
@@ -365,29 +359,27 @@ class _Reader:
                     raise self.fail(body["tokens"], f"problem {problem!r}: {complaint}")
         return block
 
-    def check_cells(self, catalog: Catalog) -> None:
-        seen: dict[Cell, int] = {}
+    def claims(self, catalog: Catalog) -> dict[Cell, bool]:
+        """Every cell of every block; a cell that two blocks claim is an error."""
+        claims: dict[Cell, bool] = {}
         for block in catalog.blocks:
             size = len(block.problems) * len(block.dtypes) * len(block.tokens)
             size *= len(block.requests) * len(block.archs) * len(block.splits or (1,))
-            if len(seen) + size > MAX_CELLS:
-                raise CatalogError(
-                    self.source,
-                    yaml.Mark("", 0, block.line - 1, 0, None, None),
-                    f"more than {MAX_CELLS:,} cells; is a range too long?",
-                )
+            if len(claims) + size > MAX_CELLS:
+                raise self.in_block(block, f"more than {MAX_CELLS:,} cells; is a range too long?")
             for arch in block.archs:
-                for cell in catalog._expand(block, arch):
-                    if cell in seen:
-                        raise CatalogError(
-                            self.source,
-                            yaml.Mark("", 0, block.line - 1, 0, None, None),
-                            f"cell claimed twice (first in the block at line {seen[cell]}): {cell}",
-                        )
-                    seen[cell] = block.line
+                certified = arch in block.certified
+                for cell in catalog.expand(block, arch):
+                    if cell in claims:
+                        raise self.in_block(block, f"cell claimed twice: {cell}")
+                    claims[cell] = certified
+        return claims
+
+    def in_block(self, block: Block, problem: str) -> CatalogError:
+        return CatalogError(self.source, yaml.Mark("", 0, block.line - 1, 0, None, None), problem)
 
 
-def _suggest(name: Any, known: Iterable[str]) -> str:
+def suggest(name: Any, known: Iterable[str]) -> str:
     known = tuple(known)
     close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     if close:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class State(str, Enum):
@@ -22,11 +22,10 @@ class State(str, Enum):
     CORRUPT = "corrupt"
 
 
-@dataclass(frozen=True, order=True)
-class Cell:
+class Cell(NamedTuple):
     """One (family, problem, requests x tokens, splits, dtype, arch).
 
-    ``rows`` is requests x tokens per request; ``splits`` is how many CTAs share one unit of a row's work.
+    A named tuple, because a catalog has hundreds of thousands and they are dictionary keys. ``rows`` is requests x tokens per request; ``splits`` is how many CTAs share one unit of a row's work.
     """
 
     family: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +198,8 @@ class _Judge:
         return complaints
 
 
-def uses_of(plans: Iterable[Plan]) -> tuple[Use, ...]:
+@lru_cache(maxsize=None)
+def uses_of(plans: tuple[Plan, ...]) -> tuple[Use, ...]:
     """The plans of a cell as the manifest spells them."""
     return tuple(Use(plan.symbol, plan.launch) for plan in plans)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 Constant = int | str | bool
 
@@ -57,13 +58,19 @@ class Plan:
     @property
     def symbol(self) -> str:
         """Name of the compiled function: injective in (family, op, spec, arch), a valid C identifier."""
-        parts = [self.op if self.op == self.family else f"{self.family}_{self.op}"]
-        parts += [f"{key}{_spell(value)}" for key, value in self.spec]
-        parts.append(self.arch)
-        symbol = "__".join(parts)
-        if not _SYMBOL.fullmatch(symbol):
-            raise ValueError(f"plan constants do not spell a C identifier: {symbol!r}")
-        return symbol
+        return _symbol(self.family, self.op, self.arch, self.spec)
+
+
+@lru_cache(maxsize=None)
+def _symbol(family: str, op: str, arch: str, spec: tuple[tuple[str, Constant], ...]) -> str:
+    # Cached: hundreds of thousands of cells share some hundred symbols.
+    parts = [op if op == family else f"{family}_{op}"]
+    parts += [f"{key}{_spell(value)}" for key, value in spec]
+    parts.append(arch)
+    symbol = "__".join(parts)
+    if not _SYMBOL.fullmatch(symbol):
+        raise ValueError(f"plan constants do not spell a C identifier: {symbol!r}")
+    return symbol
 
 
 def _spell(value: Constant) -> str:

@@ -115,7 +115,28 @@ class Gather(Op):
                 drafts,
             )
         except ARGUMENT_ERRORS as error:
-            return self._refused(error, store_next_new_tokens.get_device())
+            tensors = (
+                store_next_new_tokens,
+                store_next_draft,
+                store_lens,
+                slots,
+                pos_indices,
+                input_ids,
+                draft_tokens,
+                pos_offsets,
+                kv_offsets,
+            )
+            integers = (
+                input_ids_begin,
+                draft_tokens_begin,
+                pos_offsets_begin,
+                kv_offsets_begin,
+                requests,
+                tokens,
+                drafts,
+            )
+            answer = self._launched(function, tensors, integers, integers, error)
+            return answer if isinstance(answer, Uncertified) else True
         except RuntimeError as error:
             raise self._failed(error) from error
         return True
@@ -204,42 +225,39 @@ class Gather(Op):
     ) -> Any:
         """The compiled function for this call if its ranges lie inside its tensors, or an Uncertified."""
         try:
-            width = store_next_draft.size(1)
+            # The stores' widths are checked by the compiled module: a key that fits another problem's plan is refused by that plan, and
+            # then looked up in full.
             key = (
                 store_next_new_tokens.get_device(),
-                store_next_new_tokens.size(0),
-                width,
                 requests,
                 tokens,
+                drafts,
+                store_next_new_tokens.numel(),
+                store_next_draft.numel(),
             )
             function = self._picked.get(key)
             if function is None:
-                function = self._first(key)
+                function = self._first(key, store_next_new_tokens, store_next_draft)
                 if not function:
                     return function
             flat = requests * tokens
             if (
-                0 <= drafts < tokens
-                and drafts <= width
-                and input_ids_begin >= 0
+                input_ids_begin >= 0
                 and draft_tokens_begin >= 0
                 and pos_offsets_begin >= 0
                 and kv_offsets_begin >= 0
-                and requests <= slots.size(0)
-                and flat <= pos_indices.size(0)
-                and input_ids_begin + flat <= input_ids.size(0)
-                and draft_tokens_begin + requests * drafts <= draft_tokens.size(0)
-                and pos_offsets_begin + flat <= pos_offsets.size(0)
-                and kv_offsets_begin + requests <= kv_offsets.size(0)
+                and requests <= slots.numel()
+                and flat <= pos_indices.numel()
+                and input_ids_begin + flat <= input_ids.numel()
+                and draft_tokens_begin + requests * drafts <= draft_tokens.numel()
+                and pos_offsets_begin + flat <= pos_offsets.numel()
+                and kv_offsets_begin + requests <= kv_offsets.numel()
             ):
                 return function
         except SHAPE_ERRORS as error:
             return self._refused(error)
         return self._outside(
             key[0],
-            tokens,
-            drafts,
-            width,
             {
                 "slots": (0, requests, slots),
                 "pos_indices": (0, flat, pos_indices),
@@ -250,34 +268,41 @@ class Gather(Op):
             },
         )
 
-    def _first(self, key: tuple[int, ...]) -> Any:
-        device, following, drafts, requests, tokens = key
+    def _first(
+        self, key: tuple[int, ...], following: torch.Tensor, draft_store: torch.Tensor
+    ) -> Any:
+        device, requests, tokens, drafts, _, _ = key
+        width, draft_width = following.size(0), draft_store.size(1)
         if requests < 0:
             return self._declined(Reason.RANGE, f"requests is {requests}, below 0", device)
-        if not 1 <= tokens <= following:
-            detail = f"tokens is {tokens}, outside 1..{following}, the next-input store's width"
+        if not 1 <= tokens <= width:
+            detail = f"tokens is {tokens}, outside 1..{width}, the next-input store's width"
             return self._declined(Reason.RANGE, detail, device)
+        most = min(tokens - 1, draft_width)
+        if not 0 <= drafts <= most:
+            return self._declined(Reason.RANGE, f"drafts is {drafts}, outside 0..{most}", device)
         # A call with no requests is checked like one with a single request, and launches no work.
         return self._resolve(
-            key, device, (following, drafts), "int32", max(1, requests), tokens
+            key, device, (width, draft_width), "int32", max(1, requests), tokens
         )
 
+    def _fit(
+        self, function: Any, tensors: tuple[torch.Tensor, ...], integers: tuple[int, ...]
+    ) -> tuple[Any, tuple[torch.Tensor, ...]] | Uncertified | None:
+        self._picked.clear()
+        again = self._admit(*tensors[:2], *tensors[3:], *integers)
+        if not again:
+            return again  # type: ignore[no-any-return]
+        return None if again is function else (again, tensors)
+
     def _outside(
-        self,
-        device: int,
-        tokens: int,
-        drafts: int,
-        width: int,
-        uses: dict[str, tuple[int, int, torch.Tensor]],
+        self, device: int, uses: dict[str, tuple[int, int, torch.Tensor]]
     ) -> Uncertified:
-        if not 0 <= drafts < tokens or drafts > width:
-            detail = f"drafts is {drafts}, outside 0..{min(tokens - 1, width)}"
-            return self._declined(Reason.RANGE, detail, device)
         for name, (begin, count, buffer) in uses.items():
             if begin < 0:
                 return self._declined(Reason.RANGE, f"{name} begins at {begin}, below 0", device)
-            if begin + count > buffer.size(0):
-                detail = f"{name} needs {begin}..{begin + count}, it has {buffer.size(0)} elements"
+            if begin + count > buffer.numel():
+                detail = f"{name} needs {begin}..{begin + count}, it has {buffer.numel()} elements"
                 return self._declined(Reason.RANGE, detail, device)
         raise AssertionError("every range of this call lies inside its tensor")
 

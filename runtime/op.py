@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 #: What a compiled function raises for arguments that it does not take, always before it launches.
 ARGUMENT_ERRORS = (TypeError, ValueError, OverflowError)
 #: What reading the shape of something that is not the tensor that an op wants raises.
-SHAPE_ERRORS = (AttributeError, IndexError, TypeError)
+SHAPE_ERRORS = (AttributeError, IndexError, TypeError, ValueError)
+
+
+#: Calls remembered by an op before it forgets them all; a server has some thousand kinds of call, a fuzzer has more.
+MOST_REMEMBERED = 1 << 16
 
 
 class Op:
@@ -109,6 +113,9 @@ class Op:
         splits: int | None = None,
     ) -> Any:
         """What a first call of its kind comes to: the compiled function, remembered under ``key``, or an Uncertified."""
+        if requests < 1 or tokens < 1:
+            detail = f"requests is {requests} and tokens is {tokens}; both must be at least 1"
+            return self._declined(Reason.RANGE, detail, device)
         arch_pack = self._pack._of_device(device) if device >= 0 else None
         if arch_pack is None:
             where = f"cuda:{device}" if device >= 0 else "the CPU"
@@ -124,6 +131,8 @@ class Op:
         if isinstance(picked, Uncertified):
             return picked
         self._pack._prepare(device, self.family)
+        if len(self._picked) >= MOST_REMEMBERED:
+            self._picked.clear()
         self._picked[key] = picked.function
         return picked.function
 
@@ -152,14 +161,58 @@ class Op:
         The first tensor stays torch's, because that is how the call learns torch's current stream; the others become tvm-ffi tensors
         that share memory with, and keep alive, the ones given.
         """
-        try:
-            function(*tensors, *idle)
-        except ARGUMENT_ERRORS as error:
-            return self._refused(error, tensors[0].get_device())
-        except RuntimeError as error:
-            raise self._failed(error) from error
+        fitted = self._launched(function, tensors, integers, idle)
+        if isinstance(fitted, Uncertified):
+            return fitted
+        function, tensors = fitted
         convert = library.tvm_ffi().from_dlpack
         return partial(function, tensors[0], *map(convert, tensors[1:]), *integers)
+
+    def _launched(
+        self,
+        function: Any,
+        tensors: tuple[torch.Tensor, ...],
+        integers: tuple[int, ...],
+        launched: tuple[int, ...],
+        error: Exception | None = None,
+    ) -> tuple[Any, tuple[torch.Tensor, ...]] | Uncertified:
+        """Launch with the integers ``launched``, fitting the call once if the compiled module refuses it.
+
+        Returns the function and the tensors that the module took. ``error`` is a refusal that was already seen.
+        """
+        try:
+            if error is None:
+                try:
+                    function(*tensors, *launched)
+                    return function, tensors
+                except ARGUMENT_ERRORS as refusal:
+                    error = refusal
+            fitted = self._fit(function, tensors, integers)
+            if fitted is None:
+                return self._refused(error, _device(tensors[0]))
+            if isinstance(fitted, Uncertified):
+                return fitted
+            function, tensors = fitted
+            function(*tensors, *launched)
+        except ARGUMENT_ERRORS as refusal:
+            return self._refused(refusal, _device(tensors[0]))
+        except RuntimeError as failure:
+            raise self._failed(failure) from failure
+        return fitted
+
+    def _fit(
+        self, function: Any, tensors: tuple[torch.Tensor, ...], integers: tuple[int, ...]
+    ) -> tuple[Any, tuple[torch.Tensor, ...]] | Uncertified | None:
+        """Another way to make a refused call, or None if there is none.
+
+        The hot path looks a call up by less than its full geometry. A plan of another problem refuses such a call, and here it is looked
+        up anew; an op may also have views of the same memory that the module takes.
+        """
+        raise NotImplementedError
+
+
+def _device(tensor: Any) -> int:
+    return tensor.get_device() if isinstance(tensor, torch.Tensor) else -1
 
 
 def required(answer: Any) -> Any:

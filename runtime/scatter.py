@@ -103,7 +103,20 @@ class Scatter(Op):
                 rows,
             )
         except ARGUMENT_ERRORS as error:
-            return self._refused(error, new_tokens.get_device())
+            tensors = (
+                new_tokens,
+                next_new_tokens,
+                lens,
+                next_draft_tokens,
+                slots,
+                store_new_tokens,
+                store_next_new_tokens,
+                store_lens,
+                store_next_draft,
+            )
+            integers = (row_begin, rows)
+            answer = self._launched(function, tensors, integers, integers, error)
+            return answer if isinstance(answer, Uncertified) else True
         except RuntimeError as error:
             raise self._failed(error) from error
         return True
@@ -175,42 +188,62 @@ class Scatter(Op):
     ) -> Any:
         """The compiled function for this call if its ranges lie inside its tensors, or an Uncertified."""
         try:
+            held, width = new_tokens.shape
+            # What the compiled module checks by itself (the stores' widths among it) is not read here: a key that fits another
+            # problem's plan is refused by that plan, and then looked up in full.
             key = (
                 new_tokens.get_device(),
-                store_new_tokens.size(0),
-                store_next_new_tokens.size(0),
-                store_next_draft.size(1),
                 rows,
-                new_tokens.size(1),
+                width,
+                store_new_tokens.numel(),
+                store_next_draft.numel(),
             )
             function = self._picked.get(key)
             if function is None:
-                function = self._first(key)
+                function = self._resolve(
+                    key,
+                    key[0],
+                    (
+                        store_new_tokens.size(0),
+                        store_next_new_tokens.size(0),
+                        store_next_draft.size(1),
+                    ),
+                    "int32",
+                    rows,
+                    # A call moves as many history columns as both sides have; an output with no columns moves the length alone.
+                    max(1, min(width, store_new_tokens.size(0))),
+                )
                 if not function:
                     return function
-            end = row_begin + rows
-            # The outputs may differ in N: each only has to hold the rows moved.
-            if (
-                row_begin >= 0
-                and end <= new_tokens.size(0)
-                and end <= next_new_tokens.size(0)
-                and end <= lens.size(0)
-                and end <= next_draft_tokens.size(0)
-                and rows <= slots.size(0)
-            ):
+            if 0 <= row_begin <= held - rows and 0 <= rows <= slots.numel():
                 return function
         except SHAPE_ERRORS as error:
             return self._refused(error)
-        held = min(t.size(0) for t in (new_tokens, next_new_tokens, lens, next_draft_tokens))
-        return self._outside(key[0], row_begin, rows, held, slots.size(0))
+        return self._outside(key[0], row_begin, rows, held, slots.numel())
 
-    def _first(self, key: tuple[int, ...]) -> Any:
-        device, history, following, drafts, rows, width = key
-        if rows < 0:
-            return self._declined(Reason.RANGE, f"rows is {rows}, below 0", device)
-        # A call moves as many history columns as both sides have; an output with no columns moves the length alone.
-        tokens = max(1, min(width, history))
-        return self._resolve(key, device, (history, following, drafts), "int32", rows, tokens)
+    def _fit(
+        self, function: Any, tensors: tuple[torch.Tensor, ...], integers: tuple[int, ...]
+    ) -> tuple[Any, tuple[torch.Tensor, ...]] | Uncertified | None:
+        self._picked.clear()
+        *outputs, slots, store_new_tokens, store_next_new_tokens, _, store_next_draft = tensors
+        end = sum(integers)
+        narrowed = tuple(outputs)
+        # The outputs may differ in rows as long as each holds the rows moved; the module takes them with equal ones.
+        if all(isinstance(t, torch.Tensor) and t.dim() and t.size(0) >= end for t in outputs):
+            narrowed = tuple(t[:end] for t in outputs)
+        again = self._admit(
+            *narrowed,
+            slots,
+            store_new_tokens,
+            store_next_new_tokens,
+            store_next_draft,
+            *integers,
+        )
+        if not again:
+            return again  # type: ignore[no-any-return]
+        if again is function and all(a.shape == b.shape for a, b in zip(narrowed, outputs, strict=True)):
+            return None
+        return again, (*narrowed, *tensors[4:])
 
     def _outside(
         self, device: int, row_begin: int, rows: int, held: int, listed: int

@@ -5,6 +5,7 @@ Exit codes, everywhere: 0 it holds, 1 it does not, 2 the command was used wrongl
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -48,7 +49,7 @@ def _archs(catalog: Catalog, names: Sequence[str]) -> list[str]:
         elif name in catalog.archs:
             wanted.append(name)
         else:
-            hint = catalogs._suggest(name, catalog.archs)
+            hint = catalogs.suggest(name, catalog.archs)
             raise click.BadParameter(f"unknown arch {name!r}{hint}", param_hint="--arch")
     return list(dict.fromkeys(wanted))
 
@@ -56,7 +57,7 @@ def _archs(catalog: Catalog, names: Sequence[str]) -> list[str]:
 def _family_names(names: Sequence[str]) -> tuple[str, ...]:
     for name in names:
         if name not in FAMILIES:
-            hint = catalogs._suggest(name, FAMILIES)
+            hint = catalogs.suggest(name, FAMILIES)
             raise click.BadParameter(f"unknown family {name!r}{hint}", param_hint="--family")
     return tuple(dict.fromkeys(names))
 
@@ -403,12 +404,12 @@ def explain_command(
     problems = catalog.problems.get(family, {})
     problem = values.get("problem", "")
     if problem not in problems:
-        hint = catalogs._suggest(problem, problems) if problem else f"; known: {', '.join(problems)}"
+        hint = catalogs.suggest(problem, problems) if problem else f"; known: {', '.join(problems)}"
         raise click.UsageError(f"problem={problem!r} is no problem of {family}{hint}")
     planning = FAMILIES[family]
     dtype = values.get("dtype", planning.dtypes[0])
     if dtype not in planning.dtypes:
-        raise click.UsageError(f"dtype={dtype!r}{catalogs._suggest(dtype, planning.dtypes)}")
+        raise click.UsageError(f"dtype={dtype!r}{catalogs.suggest(dtype, planning.dtypes)}")
     try:
         requests, tokens = int(values["requests"]), int(values["tokens"])
         splits = int(values["splits"]) if "splits" in values else None
@@ -485,9 +486,7 @@ def _decide(
 
 def _only(catalog: Catalog, cell: Cell) -> Catalog:
     """The catalog with the claim of one cell."""
-    alone = Catalog(catalog.source, catalog.archs, catalog.problems, ())
-    alone.__dict__["claims"] = {cell: catalog.claims[cell]}
-    return alone
+    return dataclasses.replace(catalog, blocks=(), claims={cell: catalog.claims[cell]})
 
 
 def _assignments(items: Sequence[str]) -> dict[str, str]:

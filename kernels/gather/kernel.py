@@ -31,8 +31,10 @@ pos_offsets, kv_offsets, input_ids_begin, draft_tokens_begin, pos_offsets_begin,
 caller has checked that all seven integers are >= 0, ``1 <= tokens <= X``, ``tokens <= lanes``, ``drafts < tokens``, ``drafts <= D``, that the index
 lists are long enough and that every destination range lies inside its buffer.
 
-One thread a (request, token), with the tokens along the lanes of a power of two (a constant of the plan, at least ``tokens``), so
-that no thread divides. The chain is index -> value -> store, two dependent loads, both indices in flight before the first use.
+One thread a (request, token), with the tokens along the lanes of a power of two (a constant of the plan, at least ``tokens``), so that no
+thread divides. The chain is index -> value -> store, two dependent loads, both indices in flight before the first use. The launch
+overlaps its predecessor's end (programmatic dependent launch) and waits before its first load: 0.98 us a node at 8 x 8 on an H200,
+against 1.22 without.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from specplan.kernels import fakes
+from specplan.kernels import fakes, words
 from specplan.plans.plan import Plan
 
 THREADS = 128
@@ -51,15 +53,17 @@ THREADS = 128
 
 @cute.kernel
 def _gather(
-    store_next_new_tokens: cute.Tensor,
-    store_next_draft: cute.Tensor,
-    store_lens: cute.Tensor,
-    slots: cute.Tensor,
-    pos_indices: cute.Tensor,
-    input_ids: cute.Tensor,
-    draft_tokens: cute.Tensor,
-    pos_offsets: cute.Tensor,
-    kv_offsets: cute.Tensor,
+    store_next_new_tokens: cute.Pointer,
+    store_next_draft: cute.Pointer,
+    store_lens: cute.Pointer,
+    slots: cute.Pointer,
+    pos_indices: cute.Pointer,
+    input_ids: cute.Pointer,
+    draft_tokens: cute.Pointer,
+    pos_offsets: cute.Pointer,
+    kv_offsets: cute.Pointer,
+    store_strides: tuple[Int32, Int32],
+    size: Int32,
     input_ids_begin: Int32,
     draft_tokens_begin: Int32,
     pos_offsets_begin: Int32,
@@ -73,29 +77,30 @@ def _gather(
     cta, _, _ = cute.arch.block_idx()
     j = thread % lanes
     r = cta * (THREADS // lanes) + thread // lanes
+    cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
     if r < requests and j < tokens:
-        size = store_lens.shape[0]
         flat = Int64(r) * tokens + j
-        s = Int64(slots[r])
-        p = Int64(pos_indices[flat])
+        s = words.load(slots, Int64(r))
+        p = words.load(pos_indices, flat)
         token = Int32(0)
         draft = Int32(0)
         kv = Int32(0)
         if s >= 0 and s < size:
-            token = store_next_new_tokens[j, s, 0]
+            token = words.load(store_next_new_tokens, Int64(j) * store_strides[0] + s)
             if j < drafts:
-                draft = store_next_draft[s, j]
+                draft = words.load(store_next_draft, Int64(s) * store_strides[1] + j)
             if j == 0:
-                kv = store_lens[s] - tokens
+                kv = words.load(store_lens, Int64(s)) - tokens
         position = Int32(0)
         if p >= 0 and p < size:
-            position = store_lens[p]
-        input_ids[input_ids_begin + flat] = token
-        pos_offsets[pos_offsets_begin + flat] = position
+            position = words.load(store_lens, Int64(p))
+        words.store(input_ids, flat + input_ids_begin, token)
+        words.store(pos_offsets, flat + pos_offsets_begin, position)
         if j < drafts:
-            draft_tokens[draft_tokens_begin + Int64(r) * drafts + j] = draft
+            words.store(draft_tokens, Int64(r) * drafts + draft_tokens_begin + j, draft)
         if j == 0:
-            kv_offsets[Int64(kv_offsets_begin) + r] = kv
+            words.store(kv_offsets, Int64(kv_offsets_begin) + r, kv)
 
 
 def lower(plan: Plan) -> tuple[Any, tuple[Any, ...]]:
@@ -125,15 +130,17 @@ def lower(plan: Plan) -> tuple[Any, tuple[Any, ...]]:
         # At least one CTA: a call with no requests loads the code and does nothing.
         grid = cutlass.max(Int32(1), cute.ceil_div(requests, THREADS // lanes))
         _gather(
-            store_next_new_tokens,
-            store_next_draft,
-            store_lens,
-            slots,
-            pos_indices,
-            input_ids,
-            draft_tokens,
-            pos_offsets,
-            kv_offsets,
+            store_next_new_tokens.iterator,
+            store_next_draft.iterator,
+            store_lens.iterator,
+            slots.iterator,
+            pos_indices.iterator,
+            input_ids.iterator,
+            draft_tokens.iterator,
+            pos_offsets.iterator,
+            kv_offsets.iterator,
+            (store_next_new_tokens.stride[0], store_next_draft.stride[0]),
+            store_lens.shape[0],
             input_ids_begin,
             draft_tokens_begin,
             pos_offsets_begin,
@@ -142,12 +149,12 @@ def lower(plan: Plan) -> tuple[Any, tuple[Any, ...]]:
             tokens,
             drafts,
             lanes,
-        ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], stream=stream)
+        ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True)
 
-    size = fakes.extent()
+    size = fakes.extent32()
     return gather, (
-        fakes.tensor(Int32, (nexts, size, 1), (fakes.extent(), 1, fakes.extent())),
-        fakes.tensor(Int32, (size, drafts_width), (fakes.extent(), 1)),
+        fakes.tensor(Int32, (nexts, size, 1), (fakes.extent32(), 1, fakes.extent32())),
+        fakes.tensor(Int32, (size, drafts_width), (fakes.extent32(), 1)),
         fakes.vector(Int32, size),
         *(fakes.vector(Int32) for _ in range(6)),
         *(Int32(0) for _ in range(7)),

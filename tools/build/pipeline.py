@@ -109,7 +109,8 @@ def targets(catalog: Catalog, archs: Iterable[str], families: Sequence[str]) -> 
             of_cell = catalog.plans_of(cell)
             cells.append((cell, uses_of(of_cell), catalog.is_automatic(cell)))
             for plan in of_cell:
-                plans.setdefault(plan.symbol, replace(plan, launch=()))
+                if plan.symbol not in plans:
+                    plans[plan.symbol] = replace(plan, launch=())
         found.append(_Target(arch, cells, plans))
     return found
 

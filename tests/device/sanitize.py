@@ -1,0 +1,111 @@
+"""What compute-sanitizer runs: every op of a pack over a spread of cells, each call checked against the reference.
+
+    compute-sanitizer --tool initcheck --kernel-regex kns=kernel_cutlass --error-exitcode 9 \\
+        python tests/device/sanitize.py --packs packs
+
+``make sanitize`` runs memcheck, racecheck, initcheck and synccheck. The outputs of a scatter are left as their producer leaves them: the
+columns at and past a row's accepted length, and whole rows that are not moved, come from ``torch.empty`` and are never written. For
+initcheck that means ``PYTORCH_NO_CUDA_MEMORY_CACHING=1``, so that every tensor is an allocation of its own. ``--control`` runs the torch
+ops instead, which do read them: the tool must find them, or it finds nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+import specplan
+from specplan.plans.catalog import load as load_catalog
+
+POINTS = ((1, 1), (3, 2), (8, 8), (64, 4), (256, 8))
+
+
+def spread(pack: specplan.Pack, device: torch.device, quick: bool) -> int:
+    """Every family and problem at a few sizes; ``quick`` takes two problems a family."""
+    catalog = load_catalog()
+    arch = pack.archs[0]
+    count = 0
+    for family, problems in catalog.problems.items():
+        if family not in pack.manifest(arch).objects:
+            continue
+        cases = import_module(f"specplan.kernels.{family}.cases")
+        claimed = catalog.cells(arch, family)
+        for problem, geometry in list(problems.items())[: 2 if quick else None]:
+            for cell in claimed:
+                if cell.problem != problem or (cell.requests, cell.tokens) not in POINTS:
+                    continue
+                for case in cases.checks(
+                    geometry, cell.requests, cell.tokens, cell.splits, cell.dtype, device
+                ):
+                    case.refill(count)
+                    expected = case.expect()
+                    owner = getattr(pack, family)
+                    op = owner if case.op == family else getattr(owner, case.op)
+                    op.require(**case.arguments())
+                    for comparison in case.compare(expected):
+                        if not float(comparison.error) <= comparison.bound:
+                            raise SystemExit(f"{cell}: {case.name}: {comparison}")
+                    count += 1
+    return count
+
+
+def unwritten(pack: specplan.Pack, device: torch.device, control: bool) -> int:
+    """Scatter and gather over buffers whose producer wrote only what it must."""
+    count = 0
+    for requests, tokens in POINTS:
+        size, outputs = requests + 5, requests + 4
+        lens_host = torch.arange(requests) % (tokens + 2)
+
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=device)
+
+        new, following, drafts = empty(outputs, tokens), empty(outputs, tokens), empty(outputs, tokens - 1)
+        lens, slots = empty(outputs), empty(requests + 2)
+        lens[3 : 3 + requests] = lens_host.to(device, torch.int32)
+        slots[:requests] = torch.randperm(size)[:requests].to(device, torch.int32)
+        for r in range(requests):
+            new[3 + r, : min(int(lens_host[r]), tokens)] = 7
+        following[3 : 3 + requests] = 8
+        if tokens > 1:
+            drafts[3 : 3 + requests] = 9
+        stores = (empty(8, size, 1), empty(8, size, 1), empty(size), empty(size, 7))
+        arguments = (new, following, lens, drafts, slots, *stores, 3, requests)
+        (specplan.reference.scatter if control else pack.scatter.require)(*arguments)
+        moved = slots[:requests].long()
+        history = stores[0][:, moved, 0].T.cpu()
+        wanted = torch.where(torch.arange(8) < torch.minimum(lens_host, torch.tensor(tokens))[:, None], 7, 0)
+        if not torch.equal(history, wanted.int()):
+            raise SystemExit(f"scatter {requests}x{tokens}: wrong history")
+        if not control:
+            positions = empty(requests * tokens + 2)
+            positions[: requests * tokens] = slots[:requests].repeat_interleave(tokens)
+            outs = (empty(requests * tokens), empty(max(1, requests * (tokens - 1))), empty(requests * tokens), empty(requests))
+            pack.gather.require(
+                stores[1], stores[3], stores[2], slots, positions, *outs, 0, 0, 0, 0, requests, tokens, tokens - 1
+            )
+            if not torch.equal(outs[3].cpu(), (lens_host - tokens).int()):
+                raise SystemExit(f"gather {requests}x{tokens}: wrong kv offsets")
+        count += 1
+    return count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--packs", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--control", action="store_true")
+    options = parser.parse_args()
+    device = torch.device("cuda", 0)
+    pack = specplan.load(options.packs, candidates=True)
+    pack.prepare()
+    calls = 0 if options.control else spread(pack, device, options.quick)
+    calls += unwritten(pack, device, options.control)
+    torch.cuda.synchronize()
+    print(f"{calls} calls, every result as the reference gives it")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,412 @@
+"""Certification: run every cell of the catalog on this machine's GPU, and write down what was measured.
+
+Each case of a cell runs through the public op. Eager: inputs drawn, outputs poisoned, every buffer compared whole with the reference;
+then once more from the same start, which must give the same bits. In a CUDA graph: captured once, replayed three times with every
+input rewritten in place, compared each time. Calls that must be declined must leave every byte as it was.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import math
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import click
+
+from specplan.plans import certificates, ranges
+from specplan.plans.catalog import Catalog
+from specplan.plans.cell import Cell
+from specplan.plans.certificates import Certificate, CertifiedCell, CertifiedPlan, Result
+from specplan.plans.coverage import local_certificates, uses_of
+from specplan.plans.manifest import Manifest, Use, packs_under, write_atomically
+
+SUITE = (
+    "eager, every buffer compared whole with the reference, outputs poisoned",
+    "the same call again from the same start, bit-identical",
+    "captured in a CUDA graph, replayed 3 times with every input rewritten in place",
+    "declined calls write nothing",
+)
+#: Cells whose cases share one graph: enough to spread the cost of a capture, little enough to keep memory small.
+BATCH = 32
+REPLAYS = 3
+
+
+class CertificationError(RuntimeError):
+    """A cell did not pass, or the run cannot start."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The I-th of N parts, counted from 1."""
+
+    index: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        left, slash, right = text.partition("/")
+        if not slash or not left.isdigit() or not right.isdigit() or not 1 <= int(left) <= int(right):
+            raise click.BadParameter(f"{text!r} is not I/N with 1 <= I <= N", param_hint="--shard")
+        return cls(int(left), int(right))
+
+    @property
+    def suffix(self) -> str:
+        return "" if self.count == 1 else f".{self.index}-of-{self.count}"
+
+
+def certify_main(
+    catalog: Catalog,
+    *,
+    arch: str,
+    families: Sequence[str],
+    problems: Sequence[str],
+    requests: str | None,
+    shard: str,
+    out: Path | None,
+    device: int,
+    root: Path,
+) -> int:
+    """``specplan certify``; returns the exit code."""
+    part = Shard.parse(shard)
+    try:
+        import torch
+
+        import specplan
+    except ImportError as error:
+        click.echo(f"error: {error}; pip install 'specplan[certify]'", err=True)
+        return 1
+    try:
+        major, minor = torch.cuda.get_device_capability(device)
+    except (RuntimeError, AssertionError) as error:
+        click.echo(f"error: certification needs a CUDA device: {error}", err=True)
+        return 1
+    found = f"sm_{major}{minor}a"
+    if arch not in ("auto", found):
+        click.echo(f"error: cuda:{device} is {found}, it cannot certify {arch}", err=True)
+        return 1
+    if found not in catalog.archs:
+        click.echo(f"error: {found} is not an arch of the catalog", err=True)
+        return 1
+    try:
+        wanted_requests = None if requests is None else set(ranges.parse(requests))
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--requests") from error
+    try:
+        pack = specplan.load(root, arch=found, candidates=True)
+        pack.prepare(device)
+        directory = out / found if out is not None else (
+            local_certificates(packs_under(root)[found]) / found
+        )
+        directory.mkdir(parents=True, exist_ok=True)
+        for family in families or [f for f in catalog.problems if f in pack.manifest(found).objects]:
+            cells = [
+                cell
+                for cell in catalog.cells(found, family)
+                if (not problems or cell.problem in problems)
+                and (wanted_requests is None or cell.requests in wanted_requests)
+            ][part.index - 1 :: part.count]
+            run = FamilyRun(catalog, pack, family, torch.device("cuda", device), directory, part)
+            path = run.certify(cells)
+            click.echo(f"{path}: {len(cells)} cells")
+        if out is None:
+            from specplan.tools.build.pipeline import restamp
+
+            restamp(packs_under(root)[found], [certificates.default_directory()])
+    except (CertificationError, specplan.SpecplanError) as error:
+        click.echo(f"error: {error}", err=True)
+        return 1
+    return 0
+
+
+class FamilyRun:
+    """The certification of one family on one device."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        pack: Any,
+        family: str,
+        device: Any,
+        directory: Path,
+        shard: Shard,
+    ) -> None:
+        self.catalog = catalog
+        self.pack = pack
+        self.family = family
+        self.device = device
+        self.arch = f"sm_{''.join(map(str, _capability(device)))}a"
+        self.manifest: Manifest = pack.manifest(self.arch)
+        self.cases = import_module(f"specplan.kernels.{family}.cases")
+        self.path = directory / f"{family}{shard.suffix}.yaml"
+        self.progress_path = directory / f".{family}{shard.suffix}.partial.jsonl"
+        self.start = time.monotonic()
+
+    def certify(self, cells: Sequence[Cell]) -> Path:
+        """Run every cell, resuming where an interrupted run stopped, and write the certificate."""
+        self.check_declined()
+        uses = {cell: uses_of(self.catalog.plans_of(cell)) for cell in cells}
+        for cell, needed in uses.items():
+            for use in needed:
+                if use.symbol not in self.manifest.plans:
+                    raise CertificationError(f"{cell} needs plan {use.symbol}, which is not built")
+        results = self.resume(cells)
+        todo = [cell for cell in cells if cell not in results]
+        with self.progress_path.open("a", encoding="utf-8") as log:
+            if not results:
+                log.write(json.dumps(self.binding()) + "\n")
+            for at in range(0, len(todo), BATCH):
+                batch = todo[at : at + BATCH]
+                for cell, result in self.run_batch(batch, uses):
+                    results[cell] = result
+                    log.write(json.dumps([*_key(cell), *vars(result).values()]) + "\n")
+                log.flush()
+                self.tell(at + len(batch), len(todo))
+        write_atomically(self.path, certificates.dumps(self.certificate(uses, results)).encode())
+        self.progress_path.unlink()
+        return self.path
+
+    def tell(self, done: int, total: int) -> None:
+        if sys.stderr.isatty() or done == total or (done // BATCH) % 64 == 0:
+            spent = time.monotonic() - self.start
+            left = spent / max(1, done) * (total - done)
+            click.echo(f"{self.family}: {done}/{total} cells, about {left:.0f} s left", err=True)
+
+    # Evidence
+
+    def run_batch(
+        self, cells: Sequence[Cell], uses: Mapping[Cell, tuple[Use, ...]]
+    ) -> Iterator[tuple[Cell, Result]]:
+        """Check a batch of cells; raises CertificationError at the first that does not pass."""
+        import torch
+
+        cases = [
+            (cell, case)
+            for cell in cells
+            for case in self.cases.checks(
+                self.catalog.problems[self.family][cell.problem],
+                cell.requests,
+                cell.tokens,
+                cell.splits,
+                cell.dtype,
+                self.device,
+            )
+        ]
+        seed = int(hashlib.sha256(str(cells[0]).encode()).hexdigest()[:12], 16)
+        found: dict[Cell, list[tuple[str, str, str, Any, float]]] = {cell: [] for cell in cells}
+
+        def note(cell: Cell, case: Any, phase: str, expected: Any) -> None:
+            for c in case.compare(expected):
+                found[cell].append((case.name, f"{phase}, {c.buffer}", c.measure, c.error, c.bound))
+
+        for number, (cell, case) in enumerate(cases):
+            self.check_pick(cell, case, uses[cell])
+            case.refill(seed + number)
+            before, expected = case.snapshot(), case.expect()
+            self.call(cell, case)
+            note(cell, case, "eager", expected)
+            first = case.snapshot()
+            case.restore(before)
+            self.call(cell, case)
+            found[cell].append((case.name, "rerun", "bits that differ", case.identical(first), 0))
+
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.device)
+        with torch.cuda.graph(graph):
+            for cell, case in cases:
+                self.call(cell, case)
+        for replay in range(REPLAYS):
+            expectations = []
+            for number, (_, case) in enumerate(cases):
+                case.refill(seed + (replay + 1) * 1_000_003 + number)
+                expectations.append(case.expect())
+            graph.replay()
+            for (cell, case), expected in zip(cases, expectations, strict=True):
+                note(cell, case, f"graph replay {replay + 1}", expected)
+
+        flat = torch.stack([e[3].double() for entries in found.values() for e in entries]).tolist()
+        at = 0
+        for cell, entries in found.items():
+            worst: dict[str, tuple[float, float]] = {}
+            for (name, phase, measure, _, bound), error in zip(
+                entries, flat[at : at + len(entries)], strict=True
+            ):
+                if not error <= bound:
+                    raise CertificationError(
+                        f"{cell}: case {name!r}, {phase}: {error:g} {measure}, bound {bound:g}"
+                    )
+                if measure not in worst or error / (bound or 1) > worst[measure][0] / (
+                    worst[measure][1] or 1
+                ):
+                    worst[measure] = (error, bound)
+            at += len(entries)
+            # The measure closest to its bound speaks for the cell; bit comparisons all have bound 0.
+            measure, (error, bound) = max(
+                worst.items(), key=lambda item: (item[1][0] / (item[1][1] or 1), item[1][1])
+            )
+            yield cell, Result(measure, _round_up(error), bound, len(entries))
+
+    def call(self, cell: Cell, case: Any) -> None:
+        answer = _op(self.pack, self.family, case.op)(**case.arguments())
+        if not answer:
+            raise CertificationError(f"{cell}: case {case.name!r} was declined: {answer}")
+
+    def check_pick(self, cell: Cell, case: Any, uses: tuple[Use, ...]) -> None:
+        """The call must come to the cell that it is evidence for."""
+        picked = _op(self.pack, self.family, case.op).pick(arch=self.arch, **case.pick())
+        if not picked:
+            raise CertificationError(f"{cell}: case {case.name!r} picks nothing: {picked}")
+        if picked.plan.symbol not in {use.symbol for use in uses} or (
+            (picked.cell.requests, picked.cell.tokens, picked.cell.splits, picked.cell.dtype)
+            != (cell.requests, cell.tokens, cell.splits, cell.dtype)
+        ):
+            raise CertificationError(f"{cell}: case {case.name!r} comes to another cell, {picked.cell}")
+
+    def check_declined(self) -> None:
+        """Calls that must be declined: the answer is falsy and no byte changes."""
+        import torch
+
+        count = 0
+        for what, arguments, storage in self.cases.declined(self.device):
+            before = storage.clone()
+            op = _op(self.pack, self.family, arguments.pop("op", self.family))
+            for call in (op, op.bind):
+                if call(**arguments):
+                    raise CertificationError(f"{self.family}: not declined although {what}")
+            torch.cuda.synchronize(self.device)
+            if not torch.equal(before, storage):
+                raise CertificationError(f"{self.family}: declined, but wrote, when {what}")
+            count += 1
+        click.echo(f"{self.family}: {count} declined calls wrote nothing", err=True)
+
+    # The file
+
+    def binding(self) -> dict[str, Any]:
+        """What an interrupted run was about: it resumes only over the same bits on the same kind of device."""
+        bits = {
+            s: [p.device_code, p.host_code, p.signature]
+            for s, p in self.manifest.plans.items()
+            if p.family == self.family
+        }
+        text = json.dumps([bits, SUITE, _device_facts(self.device)], sort_keys=True)
+        return {"binding": hashlib.sha256(text.encode()).hexdigest()}
+
+    def resume(self, cells: Sequence[Cell]) -> dict[Cell, Result]:
+        try:
+            lines = self.progress_path.read_text(encoding="utf-8").splitlines()
+            if json.loads(lines[0]) != self.binding():
+                raise ValueError("another run")
+            by_key = {_key(cell): cell for cell in cells}
+            results: dict[Cell, Result] = {}
+            for line in lines[1:]:
+                *key, measure, error, bound, checks = json.loads(line)
+                if tuple(key) in by_key:
+                    results[by_key[tuple(key)]] = Result(measure, error, bound, checks)
+            click.echo(f"{self.family}: resuming after {len(results)} cells", err=True)
+        except (OSError, ValueError, IndexError):
+            self.progress_path.unlink(missing_ok=True)
+            return {}
+        return results
+
+    def certificate(
+        self, uses: Mapping[Cell, tuple[Use, ...]], results: Mapping[Cell, Result]
+    ) -> Certificate:
+        import torch
+
+        symbols = {use.symbol for needed in uses.values() for use in needed}
+        plans = {symbol: self.manifest.plans[symbol] for symbol in symbols}
+        sources: dict[str, str] = {}
+        for plan in plans.values():
+            sources.update(plan.key["sources"])
+        return Certificate(
+            self.family,
+            self.arch,
+            _device_facts(self.device),
+            datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            {
+                **self.manifest.tools,
+                "specplan": self.manifest.version,
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+            },
+            dict(sorted(sources.items())),
+            SUITE,
+            {cell.problem: self.catalog.problems[self.family][cell.problem] for cell in results},
+            {
+                symbol: CertifiedPlan(plan.device_code, plan.host_code, plan.signature)
+                for symbol, plan in plans.items()
+            },
+            tuple(
+                CertifiedCell(
+                    cell.problem,
+                    cell.dtype,
+                    cell.splits,
+                    cell.tokens,
+                    cell.requests,
+                    uses[cell],
+                    result,
+                )
+                for cell, result in results.items()
+            ),
+        )
+
+
+def _op(pack: Any, family: str, op: str) -> Callable[..., Any]:
+    owner = getattr(pack, family)
+    found: Callable[..., Any] = owner if op == family else getattr(owner, op)
+    return found
+
+
+def _key(cell: Cell) -> tuple[Any, ...]:
+    return (cell.problem, cell.dtype, cell.splits, cell.tokens, cell.requests)
+
+
+def _capability(device: Any) -> tuple[int, int]:
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return major, minor
+
+
+def _device_facts(device: Any) -> dict[str, Any]:
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "sm_count": properties.multi_processor_count,
+        "driver": driver_version(),
+    }
+
+
+def driver_version() -> str:
+    """The NVIDIA driver's release, as nvidia-smi says it."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.partition("\n")[0].strip()
+
+
+def _round_up(error: float) -> float:
+    """Three significant digits, rounded up, so that a certificate never claims less error than was measured."""
+    if error == 0:
+        return 0.0
+    scale = 10.0 ** (math.floor(math.log10(abs(error))) - 2)
+    return float(f"{math.ceil(error / scale) * scale:.3g}")
