@@ -76,25 +76,53 @@ class Gather(Op):
             pack.gather.require(next_store, draft_store, lens_store, slots, positions, input_ids, draft_tokens, pos_offsets,
                                 kv_offsets, free * T, free * (T - 1), free * T, free, batch, T, T - 1)
         """
-        function = self._admit(
-            store_next_new_tokens,
-            store_next_draft,
-            slots,
-            pos_indices,
-            input_ids,
-            draft_tokens,
-            pos_offsets,
-            kv_offsets,
-            input_ids_begin,
-            draft_tokens_begin,
-            pos_offsets_begin,
-            kv_offsets_begin,
-            requests,
-            tokens,
-            drafts,
-        )
-        if not function:
-            return function  # type: ignore[no-any-return]
+        # The body of _admit, written out: a Python call with fifteen arguments costs more than what it does.
+        try:
+            function = self._picked.get(
+                (
+                    store_next_new_tokens.get_device(),
+                    requests,
+                    tokens,
+                    drafts,
+                    store_next_draft.numel(),
+                )
+            )
+            flat = requests * tokens
+            admitted = (
+                function is not None
+                and input_ids_begin >= 0
+                and draft_tokens_begin >= 0
+                and pos_offsets_begin >= 0
+                and kv_offsets_begin >= 0
+                and requests <= slots.numel()
+                and flat <= pos_indices.numel()
+                and input_ids_begin + flat <= input_ids.numel()
+                and draft_tokens_begin + requests * drafts <= draft_tokens.numel()
+                and pos_offsets_begin + flat <= pos_offsets.numel()
+                and kv_offsets_begin + requests <= kv_offsets.numel()
+            )
+        except SHAPE_ERRORS as error:
+            return self._refused(error)
+        if not admitted:
+            function = self._admit(
+                store_next_new_tokens,
+                store_next_draft,
+                slots,
+                pos_indices,
+                input_ids,
+                draft_tokens,
+                pos_offsets,
+                kv_offsets,
+                input_ids_begin,
+                draft_tokens_begin,
+                pos_offsets_begin,
+                kv_offsets_begin,
+                requests,
+                tokens,
+                drafts,
+            )
+            if not function:
+                return function  # type: ignore[no-any-return]
         try:
             function(
                 store_next_new_tokens,
@@ -232,7 +260,6 @@ class Gather(Op):
                 requests,
                 tokens,
                 drafts,
-                store_next_new_tokens.numel(),
                 store_next_draft.numel(),
             )
             function = self._picked.get(key)
@@ -271,7 +298,7 @@ class Gather(Op):
     def _first(
         self, key: tuple[int, ...], following: torch.Tensor, draft_store: torch.Tensor
     ) -> Any:
-        device, requests, tokens, drafts, _, _ = key
+        device, requests, tokens, drafts, _ = key
         width, draft_width = following.size(0), draft_store.size(1)
         if requests < 0:
             return self._declined(Reason.RANGE, f"requests is {requests}, below 0", device)

@@ -74,20 +74,40 @@ class Scatter(Op):
         """
         if rows == 0:
             return True
-        function = self._admit(
-            new_tokens,
-            next_new_tokens,
-            lens,
-            next_draft_tokens,
-            slots,
-            store_new_tokens,
-            store_next_new_tokens,
-            store_next_draft,
-            row_begin,
-            rows,
-        )
-        if not function:
-            return function  # type: ignore[no-any-return]
+        # The body of _admit, written out: a Python call with ten arguments costs more than what it does.
+        try:
+            held, width = new_tokens.shape
+            function = self._picked.get(
+                (
+                    new_tokens.get_device(),
+                    rows,
+                    width,
+                    store_new_tokens.numel(),
+                    store_next_draft.numel(),
+                )
+            )
+            admitted = (
+                function is not None
+                and 0 <= row_begin <= held - rows
+                and 0 <= rows <= slots.numel()
+            )
+        except SHAPE_ERRORS as error:
+            return self._refused(error)
+        if not admitted:
+            function = self._admit(
+                new_tokens,
+                next_new_tokens,
+                lens,
+                next_draft_tokens,
+                slots,
+                store_new_tokens,
+                store_next_new_tokens,
+                store_next_draft,
+                row_begin,
+                rows,
+            )
+            if not function:
+                return function  # type: ignore[no-any-return]
         try:
             function(
                 new_tokens,

@@ -30,6 +30,7 @@ class ScatterCase(ExactCase):
         extra_rows: int = 0,
         extra_slots: int = 5,
         row_gap: int = 0,
+        uneven: int = 0,
     ) -> None:
         accepted, following, drafts = widths
         outputs = row_begin + rows + extra_rows
@@ -39,8 +40,8 @@ class ScatterCase(ExactCase):
         arena = Arena()
         for label, width in (("new_tokens", accepted), ("next_new_tokens", following)):
             arena.add(label, outputs, width, row_stride=width + row_gap)
-        arena.add("lens", outputs)
-        arena.add("next_draft_tokens", outputs, drafts, row_stride=drafts + row_gap)
+        arena.add("lens", outputs + uneven)
+        arena.add("next_draft_tokens", outputs + 2 * uneven, drafts, row_stride=drafts + row_gap)
         arena.add("slots", rows + 2)
         arena.add("store_new_tokens", geometry["history"], size, 1)
         arena.add("store_next_new_tokens", geometry["next"], size, 1)
@@ -97,6 +98,16 @@ def checks(
             rows=requests,
             widths=(tokens + 8, tokens, 1),
             row_begin=1,
+        )
+    if tokens == 2:
+        yield ScatterCase(
+            "outputs with different numbers of rows",
+            geometry,
+            device,
+            rows=requests,
+            widths=(tokens, tokens, 1),
+            row_begin=1,
+            uneven=1,
         )
     if tokens == 1:
         yield ScatterCase(
