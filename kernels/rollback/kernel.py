@@ -76,7 +76,8 @@ Why it is as it is. Figures: one H200, nodes of a CUDA graph, 12 planes of 256-b
 
 - At 4 rows: gather 1.0 us, restore and commit 1.2, commit with two state pools 1.5 (torch: 54 and
   117). At 2048 rows, cold: gather 5.8 us, restoring all rows 5.9 (torch: 88 and 182; ``copy_`` of
-  as many bytes in one piece: 5.1). In L2: 3.5.
+  as many bytes in one piece: 5.1). In L2, with slower index loads than now: gather 3.5, restore
+  3.6. All of this before records were aligned to cache lines (3088 bytes a record, not 3200).
 - One CTA moves a chunk of one plane's rows, so that the access width (16, 8 or 4 bytes, by the
   plane's alignment) is a uniform branch and no specialization. The least power of two of lanes
   that covers a row shares it, at most a warp.
