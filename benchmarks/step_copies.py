@@ -1,6 +1,6 @@
 """scatter and gather beside the torch ops that they replace, an empty kernel and a raw launch, in one run.
 
-    python benchmarks/step_copies.py --packs packs --out benchmarks/results/step_copies.json
+python benchmarks/step_copies.py --packs packs --out benchmarks/results/step_copies.json
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import measure
-import torch
-
 import specplan
+import torch
 from specplan.kernels.case import ExactCase
 from specplan.kernels.gather.cases import GatherCase
 from specplan.kernels.scatter.cases import ScatterCase

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from specplan.op import ARGUMENT_ERRORS, SHAPE_ERRORS, Op, required
 from specplan.plans.manifest import PlanRecord
 from specplan.uncertified import Reason, Uncertified
@@ -309,9 +308,7 @@ class Gather(Op):
         if not 0 <= drafts <= most:
             return self._declined(Reason.RANGE, f"drafts is {drafts}, outside 0..{most}", device)
         # A call with no requests is checked like one with a single request, and launches no work.
-        return self._resolve(
-            key, device, (width, draft_width), "int32", max(1, requests), tokens
-        )
+        return self._resolve(key, device, (width, draft_width), "int32", max(1, requests), tokens)
 
     def _fit(
         self, function: Any, tensors: tuple[torch.Tensor, ...], integers: tuple[int, ...]
@@ -322,9 +319,7 @@ class Gather(Op):
             return again  # type: ignore[no-any-return]
         return None if again is function else (again, tensors)
 
-    def _outside(
-        self, device: int, uses: dict[str, tuple[int, int, torch.Tensor]]
-    ) -> Uncertified:
+    def _outside(self, device: int, uses: dict[str, tuple[int, int, torch.Tensor]]) -> Uncertified:
         for name, (begin, count, buffer) in uses.items():
             if begin < 0:
                 return self._declined(Reason.RANGE, f"{name} begins at {begin}, below 0", device)

@@ -9,7 +9,6 @@ from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-
 from specplan.op import ARGUMENT_ERRORS, SHAPE_ERRORS, Op, required
 from specplan.plans import rollback as plan
 from specplan.plans.manifest import PlanRecord
@@ -495,8 +494,8 @@ class Rollback:
     first restore or commit: a second one does nothing. Planes are moved as bits, whatever their
     dtype::
 
-        layout, table = describe(caches)                      # once
         ops = pack.rollback
+        layout, table = ops.describe(caches)                  # once
         ops.gather.require(layout, 4, table, pages, within, old, pending)
         ...                                                   # the step writes, the sampler accepts
         ops.commit.require(layout, 4, table, pages, within, old, pending, accepted)
@@ -504,6 +503,10 @@ class Rollback:
     """
 
     family: ClassVar[str] = "rollback"
+
+    #: What the ops take as ``layout`` and ``planes``, and as ``states``; made once, at start.
+    describe = staticmethod(describe)
+    describe_states = staticmethod(describe_states)
 
     def __init__(self, pack: Pack) -> None:
         self.gather = SaveRows(pack)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from specplan.op import ARGUMENT_ERRORS, SHAPE_ERRORS, Op, required
 from specplan.plans.manifest import PlanRecord
 from specplan.uncertified import Reason, Uncertified
@@ -261,7 +260,9 @@ class Scatter(Op):
         )
         if not again:
             return again  # type: ignore[no-any-return]
-        if again is function and all(a.shape == b.shape for a, b in zip(narrowed, outputs, strict=True)):
+        if again is function and all(
+            a.shape == b.shape for a, b in zip(narrowed, outputs, strict=True)
+        ):
             return None
         return again, (*narrowed, *tensors[4:])
 

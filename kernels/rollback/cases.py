@@ -13,12 +13,11 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from specplan.kernels.case import Comparison
 from specplan.kernels.rollback import reference
 from specplan.kernels.rollback.reference import StatePool
 from specplan.plans import rollback as plan
+from torch import Tensor
 
 INDEX: Mapping[str, torch.dtype] = {"int32": torch.int32, "int64": torch.int64}
 
@@ -41,6 +40,10 @@ STATES: tuple[tuple[torch.dtype, torch.dtype, int], ...] = (
     (torch.int32, torch.int64, 5),
     (torch.float16, torch.float16, 44),
 )
+
+
+#: At 2048 rows a cell's cases hold some 150 MB, and certification keeps four copies of them.
+CELLS_A_GRAPH = 4
 
 
 def checks(

@@ -98,7 +98,6 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Numeric, Uint8, cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
-
 from specplan.plans.plan import Plan
 from specplan.plans.rollback import (
     CASTS,

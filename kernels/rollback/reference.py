@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-
 from specplan.plans.rollback import SHARES
+from torch import Tensor
 
 
 @dataclass(frozen=True)

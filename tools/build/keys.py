@@ -12,7 +12,7 @@ import json
 import platform
 import sys
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def options(plan: Plan) -> str:
     return f"--enable-tvm-ffi --gpu-arch {plan.arch} --opt-level 3"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _imports(module: str) -> tuple[str, frozenset[str]]:
     """Source digest of one module of this package, and the modules of this package that it imports."""
     spec = util.find_spec(module)
@@ -69,7 +69,7 @@ def _imports(module: str) -> tuple[str, frozenset[str]]:
     return hashlib.sha256(source).hexdigest(), ours
 
 
-@lru_cache(maxsize=None)
+@cache
 def _is_ours(name: str) -> bool:
     if not name.startswith("specplan."):
         return False
@@ -79,7 +79,7 @@ def _is_ours(name: str) -> bool:
         return False
 
 
-@lru_cache(maxsize=None)
+@cache
 def sources(family: str) -> Mapping[str, str]:
     """sha256 of every source file that a family's device code can reach by import, by module name."""
     found: dict[str, str] = {}
