@@ -202,7 +202,7 @@ def dumps(manifest: Manifest) -> str:
             symbol: {
                 "family": plan.family,
                 "op": plan.op,
-                "spec": {name: value for name, value in plan.spec},
+                "spec": dict(plan.spec),
                 "signature": plan.signature,
                 "device_code": plan.device_code,
                 "host_code": plan.host_code,

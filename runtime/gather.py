@@ -83,7 +83,6 @@ class Gather(Op):
                     requests,
                     tokens,
                     drafts,
-                    store_next_draft.numel(),
                 )
             )
             flat = requests * tokens
@@ -259,7 +258,6 @@ class Gather(Op):
                 requests,
                 tokens,
                 drafts,
-                store_next_draft.numel(),
             )
             function = self._picked.get(key)
             if function is None:
@@ -297,7 +295,7 @@ class Gather(Op):
     def _first(
         self, key: tuple[int, ...], following: torch.Tensor, draft_store: torch.Tensor
     ) -> Any:
-        device, requests, tokens, drafts, _ = key
+        device, requests, tokens, drafts = key
         width, draft_width = following.size(0), draft_store.size(1)
         if requests < 0:
             return self._declined(Reason.RANGE, f"requests is {requests}, below 0", device)

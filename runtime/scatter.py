@@ -81,7 +81,6 @@ class Scatter(Op):
                     new_tokens.get_device(),
                     rows,
                     width,
-                    store_new_tokens.numel(),
                     store_next_draft.numel(),
                 )
             )
@@ -214,7 +213,6 @@ class Scatter(Op):
                 new_tokens.get_device(),
                 rows,
                 width,
-                store_new_tokens.numel(),
                 store_next_draft.numel(),
             )
             function = self._picked.get(key)
