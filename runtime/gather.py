@@ -77,7 +77,7 @@ class Gather(Op):
         """
         # The body of _admit, written out: a Python call with fifteen arguments costs more than what it does.
         try:
-            function = self._picked.get(
+            function: Any = self._picked.get(
                 (
                     store_next_new_tokens.get_device(),
                     requests,
@@ -312,7 +312,8 @@ class Gather(Op):
         self, function: Any, tensors: tuple[torch.Tensor, ...], integers: tuple[int, ...]
     ) -> tuple[Any, tuple[torch.Tensor, ...]] | Uncertified | None:
         self._picked.clear()
-        again = self._admit(*tensors[:2], *tensors[3:], *integers)
+        call: list[Any] = [*tensors[:2], *tensors[3:], *integers]
+        again = self._admit(*call)
         if not again:
             return again  # type: ignore[no-any-return]
         return None if again is function else (again, tensors)

@@ -371,10 +371,10 @@ class FamilyRun:
         )
 
 
-def _op(pack: Any, family: str, op: str) -> Callable[..., Any]:
+def _op(pack: Any, family: str, op: str) -> Any:
+    """An op by name: the family itself, or one of the ops that it holds."""
     owner = getattr(pack, family)
-    found: Callable[..., Any] = owner if op == family else getattr(owner, op)
-    return found
+    return owner if op == family else getattr(owner, op)
 
 
 def _key(cell: Cell) -> tuple[Any, ...]:

@@ -591,7 +591,7 @@ def gc_command(older_than: int, dry_run: bool, packs: Path | None) -> None:
 @_option_packs()
 @_option_catalog()
 @click.pass_context
-def certify_command(context: click.Context, **options: Any) -> None:
+def certify_command(context: click.Context, /, **options: Any) -> None:
     """Check every cell of the catalog on this machine's GPU and write certificates."""
     if context.invoked_subcommand is None:
         from specplan.tools.certify import certify_main
