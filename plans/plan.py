@@ -1,7 +1,8 @@
 """A plan: one compiled specialization plus its launch parameters.
 
-A plan is plain data. What its ``spec`` means is known to the family's planning rule, which makes it, and to the family's
-device code, which is compiled from it. Nothing between the two needs to look inside.
+A plan is plain data. What its ``spec`` means is known to the family's planning rule, which makes
+it, and to the family's device code, which is compiled from it. Nothing between the two needs to
+look inside.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ class Plan:
     arch
         Compile target, for example ``sm_90a``.
     spec
-        Compile-time constants, ``((name, value), ...)`` in the order that the planning rule gave them.
+        Compile-time constants, ``((name, value), ...)`` in the order that the planning rule gave
+        them.
     launch
-        Run-time integers, ``((name, value), ...)``, passed to the compiled function with every call. Plans that differ
-        only here share their device code.
+        Run-time integers, ``((name, value), ...)``, passed to the compiled function with every
+        call. Plans that differ only here share their device code.
     """
 
     family: str
@@ -57,7 +59,9 @@ class Plan:
 
     @property
     def symbol(self) -> str:
-        """Name of the compiled function: injective in (family, op, spec, arch), a valid C identifier."""
+        """Name of the compiled function: injective in (family, op, spec, arch), a valid C
+        identifier.
+        """
         return _symbol(self.family, self.op, self.arch, self.spec)
 
 

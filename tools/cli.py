@@ -40,7 +40,9 @@ def _catalog(path: Path | None) -> Catalog:
 
 
 def _archs(catalog: Catalog, names: Sequence[str]) -> list[str]:
-    """The archs named, each once; ``all`` means all of the catalog. A misspelt one is a usage error."""
+    """The archs named, each once; ``all`` means all of the catalog. A misspelt one is a usage
+    error.
+    """
     wanted: list[str] = []
     for name in names:
         if name == "all":
@@ -87,7 +89,8 @@ def _option_packs() -> Decorator:
     return click.option(
         "--packs",
         type=click.Path(path_type=Path),
-        help="Directory of packs; default: $SPECPLAN_PACKS, the installed wheel, the per-user directory.",
+        help="Directory of packs; default: $SPECPLAN_PACKS, the installed wheel, "
+        "the per-user directory.",
     )
 
 
@@ -96,7 +99,8 @@ def _option_certificates() -> Decorator:
         "--certificates",
         "certificate_path",
         type=click.Path(path_type=Path),
-        help="Directory of certificates; default: the ones that specplan ships. Those beside a pack count too.",
+        help="Directory of certificates; default: the ones that specplan ships. "
+        "Those beside a pack count too.",
     )
 
 
@@ -188,7 +192,9 @@ def build_command(
 
 
 class _Progress:
-    """A bar with counts and time left on a terminal, plain lines elsewhere; always on standard error."""
+    """A bar with counts and time left on a terminal, plain lines elsewhere; always on standard
+    error.
+    """
 
     def __init__(self, *, quiet: bool) -> None:
         self.quiet = quiet
@@ -247,7 +253,8 @@ class _Progress:
     "--arch",
     "archs",
     multiple=True,
-    help="Only this arch, or 'all'. Repeatable. Default: the archs that have a pack; with --strict all.",
+    help="Only this arch, or 'all'. Repeatable. "
+    "Default: the archs that have a pack; with --strict all.",
 )
 @click.option("--family", help="Only this family.")
 @click.option(
@@ -334,7 +341,9 @@ def _table(coverage: Coverage, *, markdown: bool) -> str:
 
 
 def _broken(coverage: Coverage) -> list[str]:
-    """One line for each way in which claims fail, with how many cells fail that way and one of them."""
+    """One line for each way in which claims fail, with how many cells fail that way and one of
+    them.
+    """
     found: dict[tuple[str, str, str, str], list[Cell]] = {}
     for row in coverage.rows:
         if not row.holds:
@@ -353,7 +362,9 @@ def _broken(coverage: Coverage) -> list[str]:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_option_packs()
 def verify_command(as_json: bool, packs: Path | None) -> None:
-    """Check the bytes of packs: manifest digest, sizes, sha256, and that the device code inside is what the manifest names."""
+    """Check the bytes of packs: manifest digest, sizes, sha256, and that the device code inside is
+    what the manifest names.
+    """
     from specplan.plans import device_code
 
     root = _root(packs)
@@ -414,7 +425,7 @@ def explain_command(
     catalog_path: Path | None,
     certificate_path: Path | None,
 ) -> None:
-    """Print the decision from a call to its plan, or to the reason why there is none. Needs no GPU."""
+    """Print the decision from a call to its plan, or to the reason why not. Needs no GPU."""
     catalog = _catalog(catalog_path)
     _family_names([family])
     _archs(catalog, [arch])
@@ -625,7 +636,7 @@ def certify_merge_command(parts: Sequence[Path], out: Path) -> None:
 @main.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor_command(as_json: bool) -> None:
-    """Print everything that a bug report needs, and what is wrong. Exit 1 if no pack can run here."""
+    """Print everything that a bug report needs, and what is wrong; then exit 1."""
     from specplan.tools.doctor import examine
 
     report, complaints = examine()

@@ -1,12 +1,15 @@
-"""What compute-sanitizer runs: every op of a pack over a spread of cells, each call checked against the reference.
+"""What compute-sanitizer runs: every op of a pack over a spread of cells, each call checked against
+the reference.
 
     compute-sanitizer --tool initcheck --kernel-regex kns=kernel_cutlass --error-exitcode 9 \\
         python tests/device/sanitize.py --packs packs
 
-``make sanitize`` runs memcheck, racecheck, initcheck and synccheck. The outputs of a scatter are left as their producer leaves them: the
-columns at and past a row's accepted length, and whole rows that are not moved, come from ``torch.empty`` and are never written. For
-initcheck that means ``PYTORCH_NO_CUDA_MEMORY_CACHING=1``, so that every tensor is an allocation of its own. ``--control`` runs the torch
-ops instead, which do read them: the tool must find them, or it finds nothing.
+``make sanitize`` runs memcheck, racecheck, initcheck and synccheck. The outputs of a scatter are
+left as their producer leaves them: the columns at and past a row's accepted length, and whole rows
+that are not moved, come from ``torch.empty`` and are never written. For initcheck that means
+``PYTORCH_NO_CUDA_MEMORY_CACHING=1``, so that every tensor is an allocation of its own.
+``--control`` runs the torch ops instead, which do read them: the tool must find them, or it finds
+nothing.
 """
 
 from __future__ import annotations
