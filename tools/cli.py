@@ -415,6 +415,8 @@ def explain_command(
         splits = int(values["splits"]) if "splits" in values else None
     except (KeyError, ValueError) as error:
         raise click.UsageError("requests=R and tokens=T are needed, as integers") from error
+    if splits is not None and splits < 1:
+        raise click.UsageError(f"splits={splits} is below 1; leave it out for the planning rule's choice")
     steps: list[tuple[str, str]] = []
     geometry = problems[problem]
     steps.append(("problem", f"{problem}: {', '.join(f'{k}={v}' for k, v in geometry.items())}"))
@@ -427,7 +429,12 @@ def explain_command(
         )
         splits = splits or chosen
     cell = Cell(family, problem, dtype, arch, splits or 1, tokens, requests)
-    answer, state = _decide(catalog, cell, _root(packs), _evidence(certificate_path), steps, complaint)
+    try:
+        answer, state = _decide(
+            catalog, cell, _root(packs), _evidence(certificate_path), steps, complaint
+        )
+    except CertificateError as error:
+        _fail(str(error))
     if as_json:
         body = {"cell": cell.as_dict(), "steps": dict(steps), "state": state, "runs": answer}
         click.echo(json.dumps(body, indent=1))
@@ -461,6 +468,8 @@ def _decide(
         and cell.problem in b.problems
         and cell.requests in b.requests
         and cell.tokens in b.tokens
+        and cell.dtype in b.dtypes
+        and (catalog.is_automatic(cell) if b.splits is None else cell.splits in b.splits)
     )
     claim = State.CERTIFIED if catalog.claims[cell] else State.CANDIDATE
     steps.append(("catalog", f"{claim.value} (line {block.line}: {block.why})"))
