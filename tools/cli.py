@@ -537,12 +537,8 @@ def gc_command(older_than: int, dry_run: bool, packs: Path | None) -> None:
             name = digest(plan.key)
             kept |= {root / "objects" / f"{name}.o", root / "objects" / f"{name}.json"}
     now = time.time()
-    candidates = [
-        *root.glob("objects/*"),
-        *root.glob("objects/.*.tmp"),
-        *root.glob("*/*.so"),
-        *root.glob("*/.*.tmp*"),
-    ]
+    # A set: a star matches a leading dot here, so that the patterns overlap.
+    candidates = {*root.glob("objects/*"), *root.glob("*/*.so"), *root.glob("*/.*.tmp*")}
     dead = [p for p in candidates if p not in kept and now - p.stat().st_mtime > older_than]
     size = sum(path.stat().st_size for path in dead)
     if not dry_run:
