@@ -569,6 +569,11 @@ def certify_command(context: click.Context, **options: Any) -> None:
 
         catalog = _catalog(options.pop("catalog_path"))
         families = _family_names(options.pop("families"))
+        problems = {p for f in families or catalog.problems for p in catalog.problems.get(f, {})}
+        for name in options["problems"]:
+            if name not in problems:
+                hint = catalogs.suggest(name, sorted(problems))
+                raise click.BadParameter(f"unknown problem {name!r}{hint}", param_hint="--problem")
         sys.exit(certify_main(catalog, families=families, root=_root(options.pop("packs")), **options))
 
 
