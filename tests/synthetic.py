@@ -92,9 +92,7 @@ def image(payload: bytes) -> bytes:
         (b".shstrtab", b".text.k", b".nv.info"), bodies, offsets, strict=True
     ):
         start = names.index(b"\0" + name + b"\0") + 1
-        sections.append(
-            struct.pack("<IIQQQQIIQQ", start, 1, 0, 0, offset, len(body), 0, 0, 1, 0)
-        )
+        sections.append(struct.pack("<IIQQQQIIQQ", start, 1, 0, 0, offset, len(body), 0, 0, 1, 0))
     header = b"\x7fELF\x02\x01\x01" + bytes(9)
     header += struct.pack("<HHIQQQIHHHHHH", 2, 190, 1, 0, 0, at, 0, 64, 0, 0, 64, 4, 1)
     body = header + b"".join(bodies)

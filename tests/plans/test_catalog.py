@@ -121,7 +121,9 @@ def test_cells_are_filtered_by_arch_and_family() -> None:
     assert len(claims.cells()) == 64
     assert len(claims.cells("sm_90a")) == 32
     assert len(claims.cells(family="gather")) == 24
-    assert {(c.arch, c.family) for c in claims.cells("sm_100a", "gather")} == {("sm_100a", "gather")}
+    assert {(c.arch, c.family) for c in claims.cells("sm_100a", "gather")} == {
+        ("sm_100a", "gather")
+    }
 
 
 def test_why_may_be_shared_by_an_alias() -> None:
@@ -244,8 +246,18 @@ ERRORS: Mapping[str, tuple[str, str, str, str]] = {
         "requests: []",
         "requests is empty",
     ),
-    "splits out of range": ("splits: 1\n", "splits: 1025\n", "1025", "splits has 1025, outside 1..1024"),
-    "splits misspelt": ("splits: auto", "splits: automatic", "automatic", "splits: 'automatic' is not an integer"),
+    "splits out of range": (
+        "splits: 1\n",
+        "splits: 1025\n",
+        "1025",
+        "splits has 1025, outside 1..1024",
+    ),
+    "splits misspelt": (
+        "splits: auto",
+        "splits: automatic",
+        "automatic",
+        "splits: 'automatic' is not an integer",
+    ),
     "geometry out of range": (
         "small: {history: 2",
         "small: {history: 129",
@@ -283,7 +295,12 @@ ERRORS: Mapping[str, tuple[str, str, str, str]] = {
         "problem 'small': 3 tokens do not fit a history store of width 2",
     ),
     "empty why": ("why: The small stores.", "why: ''", "why: ''", "why must be a non-empty text"),
-    "blank why": ("why: The small stores.", "why: '  '", "why: '  '", "why must be a non-empty text"),
+    "blank why": (
+        "why: The small stores.",
+        "why: '  '",
+        "why: '  '",
+        "why must be a non-empty text",
+    ),
     "certified and candidate at once": (
         "certified: [sm_90a]\n        candidate: [sm_100a]",
         "certified: [sm_90a]\n        candidate: [sm_100a, sm_90a]",
@@ -339,7 +356,12 @@ ERRORS: Mapping[str, tuple[str, str, str, str]] = {
         "requests must be integers or ranges such as 1..256",
     ),
     "not YAML": ("requests: 1..4", "requests: [1..4", "tokens: 1..2", "not YAML: "),
-    "a tab": ("    problems:\n      small", "\tproblems:\n      small", "\tproblems:", "not YAML: "),
+    "a tab": (
+        "    problems:\n      small",
+        "\tproblems:\n      small",
+        "\tproblems:",
+        "not YAML: ",
+    ),
 }
 
 
@@ -452,15 +474,18 @@ LEAVES = st.one_of(
     st.booleans(),
     st.integers(-3, 300),
     st.floats(),
-    st.sampled_from(["auto", "1..4", "sm_90a", "mtp7", "scatter", "int32", "", "0x1F", "1_0", "1:2"]),
+    st.sampled_from(
+        ["auto", "1..4", "sm_90a", "mtp7", "scatter", "int32", "", "0x1F", "1_0", "1:2"]
+    ),
 )
 #: Without smem_per_sm and why, so that no arch and no block of cells can be whole.
-KEYS = st.sampled_from(
-    "schema archs families scatter gather problems cells requests tokens splits dtypes certified "
-    "candidate sm_90a device capability sm_count history next draft".split()
-)
+WORDS = """schema archs families scatter gather problems cells requests tokens splits dtypes
+certified candidate sm_90a device capability sm_count history next draft"""
+KEYS = st.sampled_from(WORDS.split())
 TREES = st.recursive(
-    LEAVES, lambda kids: st.lists(kids, max_size=3) | st.dictionaries(KEYS, kids, max_size=4), max_leaves=12
+    LEAVES,
+    lambda kids: st.lists(kids, max_size=3) | st.dictionaries(KEYS, kids, max_size=4),
+    max_leaves=12,
 )
 
 
@@ -484,7 +509,8 @@ def test_an_edit_of_a_few_characters_is_read_or_located(data: st.DataObject) -> 
     start = data.draw(st.integers(0, len(text) - 1))
     length = data.draw(st.integers(0, 8))
     inserted = data.draw(
-        st.text(max_size=4) | st.sampled_from(["\n", "  ", "- ", "[", "{", "!!int ", "&a ", "*a", "'", "9"])
+        st.text(max_size=4)
+        | st.sampled_from(["\n", "  ", "- ", "[", "{", "!!int ", "&a ", "*a", "'", "9"])
     )
     found = read(text[:start] + inserted + text[start + length :])
     if found is not None:

@@ -33,9 +33,7 @@ def test_the_printed_shape_has_its_keys_in_order() -> None:
 
 
 def test_the_text_names_every_axis() -> None:
-    assert str(cell(2, 4, 3)) == (
-        "scatter mtp3 requests=2 tokens=4 splits=3 dtype=int32 on sm_90a"
-    )
+    assert str(cell(2, 4, 3)) == ("scatter mtp3 requests=2 tokens=4 splits=3 dtype=int32 on sm_90a")
 
 
 def test_the_nearest_of_one_axis_come_in_order_of_distance() -> None:

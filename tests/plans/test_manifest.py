@@ -130,7 +130,9 @@ def test_a_changed_digit_or_letter_is_always_found(text: str, data: st.DataObjec
 
 
 @pytest.mark.parametrize("part", [0.0, 0.01, 0.25, 0.5, 0.75, 0.99])
-def test_a_truncated_file_is_unreadable(built: Manifest, text: str, tmp_path: Path, part: float) -> None:
+def test_a_truncated_file_is_unreadable(
+    built: Manifest, text: str, tmp_path: Path, part: float
+) -> None:
     (tmp_path / "manifest.json").write_text(text[: int(len(text) * part)], encoding="utf-8")
     with pytest.raises(ManifestError, match="is not JSON") as caught:
         manifest.read(tmp_path)
@@ -185,7 +187,8 @@ def test_other_json_is_no_manifest(document: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["arch", "capability", "specplan", "tools", "host", "objects", "plans", "problems", "cells"]
+    "name",
+    ["arch", "capability", "specplan", "tools", "host", "objects", "plans", "problems", "cells"],
 )
 def test_a_body_that_lacks_a_part_is_unreadable_even_with_its_digest(text: str, name: str) -> None:
     body = json.loads(text)
@@ -208,7 +211,10 @@ def test_an_extent_that_is_no_range_is_unreadable(text: str) -> None:
 
 ENTRIES = st.dictionaries(
     st.tuples(
-        st.sampled_from(["small", "large"]), st.integers(1, 2), st.integers(1, 9), st.integers(1, 40)
+        st.sampled_from(["small", "large"]),
+        st.integers(1, 2),
+        st.integers(1, 9),
+        st.integers(1, 40),
     ),
     st.tuples(st.sampled_from(["p", "q"]), st.integers(1, 3), st.booleans(), st.booleans()),
     max_size=60,
@@ -225,7 +231,12 @@ def entries_of(
             automatic,
             certified,
         )
-        for (problem, splits, tokens, requests), (symbol, ctas, automatic, certified) in facts.items()
+        for (problem, splits, tokens, requests), (
+            symbol,
+            ctas,
+            automatic,
+            certified,
+        ) in facts.items()
     ]
 
 

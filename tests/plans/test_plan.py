@@ -53,7 +53,10 @@ def test_every_plan_names_its_family_op_and_arch(
 
 @given(st.sampled_from(["a", "a_b", "b"]), st.sampled_from(["a", "b", "b_a"]), SPECS, SPECS)
 def test_two_plans_never_share_a_symbol(
-    family: str, op: str, left: tuple[tuple[str, Constant], ...], right: tuple[tuple[str, Constant], ...]
+    family: str,
+    op: str,
+    left: tuple[tuple[str, Constant], ...],
+    right: tuple[tuple[str, Constant], ...],
 ) -> None:
     """Either every plan has its own symbol, or the second one of a spelling is refused."""
     plans = [Plan(family, op, "sm_90a", spec) for spec in (left, right)]
@@ -115,11 +118,11 @@ def test_a_missing_constant_says_what_there_is() -> None:
     both = Plan("scatter", "scatter", "sm_90a", (("rows", 8),), (("ctas", 4),))
     with pytest.raises(KeyError) as caught:
         _ = both["lanes"]
-    assert caught.value.args == (
-        "plan of 'scatter' has no constant 'lanes'; it has: rows, ctas",
-    )
+    assert caught.value.args == ("plan of 'scatter' has no constant 'lanes'; it has: rows, ctas",)
 
 
 def test_a_text_is_no_integer() -> None:
-    with pytest.raises(TypeError, match=r"constant 'index' of scatter__index_int64__sm_90a is 'int64'"):
+    with pytest.raises(
+        TypeError, match=r"constant 'index' of scatter__index_int64__sm_90a is 'int64'"
+    ):
         plan(("index", "int64")).int("index")

@@ -1,0 +1,213 @@
+"""Who imports whom, and what an import costs: the rooms' one-way rule, read from the sources and seen in a fresh interpreter."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import specplan
+import specplan.kernels
+import specplan.plans
+
+#: The rooms, and the packages of specplan that each may import.
+ROOMS = {
+    "plans": (Path(specplan.plans.__path__[0]), {"plans"}),
+    "kernels": (Path(specplan.kernels.__path__[0]), {"kernels", "plans"}),
+    "runtime": (Path(specplan.__path__[0]), {"runtime", "plans"}),
+}
+#: Modules outside the standard library that each room may import.
+OUTSIDE = {
+    "plans": {"yaml"},
+    "kernels": {"torch", "cutlass"},
+    "runtime": {"torch", "tvm_ffi"},
+}
+#: The one file of the runtime that knows the kernels, by name and on first use.
+EXCEPTION = "reference.py"
+
+
+def sources(room: str) -> list[Path]:
+    """A room's files. The runtime is the package itself, with the other rooms under it where it is installed."""
+    root, _ = ROOMS[room]
+    return sorted(root.glob("*.py") if room == "runtime" else root.rglob("*.py"))
+
+
+def room_of(module: str) -> str:
+    """The room of ``specplan.X.Y``: everything that is no other room is the runtime."""
+    parts = module.split(".")
+    if len(parts) > 1 and parts[1] in ("plans", "kernels", "tools"):
+        return parts[1]
+    return "runtime"
+
+
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Every module that a file names in an import anywhere in it, with the line."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            assert node.module is not None
+            if node.module == "specplan":
+                # `from specplan import plans` names the room in the alias.
+                for alias in node.names:
+                    yield f"specplan.{alias.name}", node.lineno
+            else:
+                yield node.module, node.lineno
+
+
+def texts(path: Path) -> Iterator[tuple[str, int]]:
+    """Every module of specplan that a file names in a string constant, as for ``import_module``."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(text, str) and re.fullmatch(r"specplan\.(kernels|tools)[\w.]*", text):
+            yield text, node.lineno
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_what_lies_below_it(room: str) -> None:
+    _, allowed = ROOMS[room]
+    files = sources(room)
+    assert len(files) >= 5
+    seen = 0
+    for path in files:
+        for module, line in imports(path):
+            if module.split(".")[0] == "specplan":
+                seen += 1
+                assert room_of(module) in allowed, f"{path}:{line} imports {module}"
+    assert seen > 0
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_uses_only_its_own_dependencies(room: str) -> None:
+    for path in sources(room):
+        for module, line in imports(path):
+            top = module.split(".")[0]
+            if top not in sys.stdlib_module_names and top != "specplan":
+                assert top in OUTSIDE[room], f"{path}:{line} imports {module}"
+
+
+def test_device_code_and_references_do_not_share_a_dependency() -> None:
+    """What compiles needs no torch, and what checks needs no compiler."""
+    for path in sources("kernels"):
+        used = {module.split(".")[0] for module, _ in imports(path)}
+        assert not {"torch", "cutlass"} <= used, path
+        if path.name == "kernel.py":
+            assert "torch" not in used, path
+        if path.name in ("reference.py", "cases.py"):
+            assert "cutlass" not in used, path
+
+
+def test_only_the_references_name_the_kernels_from_the_runtime() -> None:
+    found = {path.name: list(texts(path)) for path in sources("runtime")}
+    assert {name for name, named in found.items() if named} == {EXCEPTION}
+    assert all(text.endswith(".reference") for text, _ in found[EXCEPTION])
+
+
+def test_plans_do_not_name_other_rooms_in_strings() -> None:
+    assert [(path, list(texts(path))) for path in sources("plans") if list(texts(path))] == []
+
+
+# In a fresh interpreter
+
+WATCH = """
+import json, os, sys
+written = []
+opened = []
+
+def hook(event, arguments):
+    if event == "open":
+        path, mode, flags = arguments
+        opened.append(str(path))
+        writes = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+        if (isinstance(mode, str) and set(mode) & set("wax+")) or (isinstance(flags, int) and flags & writes):
+            written.append(str(path))
+    elif event in ("os.mkdir", "os.rename", "os.remove", "os.symlink", "os.link", "os.truncate"):
+        written.append(f"{event} {arguments[0]}")
+
+sys.addaudithook(hook)
+before = set(sys.modules)
+"""
+REPORT = """
+print(json.dumps({"modules": sorted({n.split(".")[0] for n in set(sys.modules) - before}), "written": written, "opened": opened, "cost": globals().get("cost")}))
+"""
+
+
+def fresh(statements: str) -> dict[str, Any]:
+    """What a new interpreter imported, wrote and opened while it ran some statements.
+
+    Modules that the environment's own start-up files load count only where a submodule comes with them.
+    """
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", WATCH + statements + REPORT],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+HEAVY = {"torch", "cutlass", "tvm_ffi", "nvidia_cutlass_dsl", "cuda", "numpy"}
+
+
+def test_the_watch_sees_a_write_and_an_import(tmp_path: Path) -> None:
+    target = tmp_path / "written"
+    found = fresh(
+        f"import yaml\nopen({str(target)!r}, 'w').close()\nos.mkdir({str(tmp_path / 'd')!r})\n"
+    )
+    assert found["written"] == [str(target), f"os.mkdir {tmp_path / 'd'}"]
+    assert "yaml" in found["modules"]
+
+
+def test_import_specplan_loads_nothing_heavy_and_writes_nothing() -> None:
+    found = fresh("import specplan\n")
+    assert "specplan" in found["modules"]
+    assert not set(found["modules"]) & (HEAVY | {"yaml", "click"})
+    assert found["written"] == []
+    assert [p for p in found["opened"] if p.endswith((".yaml", "manifest.json"))] == []
+
+
+def test_the_plans_room_needs_neither_torch_nor_a_compiler() -> None:
+    names = [p.stem for p in sources("plans") if p.stem != "__init__"]
+    assert {"catalog", "coverage", "manifest", "scatter", "gather"} <= set(names)
+    found = fresh(
+        "".join(f"import specplan.plans.{name}\n" for name in names)
+        + "from specplan.plans import catalog\ncatalog.load()\n"
+    )
+    assert not set(found["modules"]) & (HEAVY | {"click"})
+    assert found["written"] == []
+
+
+def test_the_command_line_starts_without_torch_and_without_a_compiler() -> None:
+    found = fresh("import specplan.tools.cli\n")
+    assert not set(found["modules"]) & HEAVY
+    assert found["written"] == []
+
+
+@pytest.fixture(scope="module")
+def beside_torch() -> dict[str, Any]:
+    """specplan and all of its runtime imported after torch, with the processor time of ``import specplan`` alone."""
+    return fresh(
+        "import torch, time\nstart = time.process_time()\nimport specplan\n"
+        "cost = time.process_time() - start\n"
+        "from specplan import reference\nreference.scatter\nspecplan.Pack\n"
+    )
+
+
+def test_the_runtime_and_the_references_need_no_compiler(beside_torch: dict[str, Any]) -> None:
+    assert {"torch", "specplan"} <= set(beside_torch["modules"])
+    assert not set(beside_torch["modules"]) & {"cutlass", "nvidia_cutlass_dsl", "yaml", "click"}
+
+
+def test_import_specplan_costs_next_to_nothing_beyond_torch(beside_torch: dict[str, Any]) -> None:
+    """0.1 s is promised; half a second of processor time leaves room for a busy machine."""
+    assert 0 < beside_torch["cost"] < 0.5
