@@ -1,6 +1,6 @@
-"""Packs and certificates without a compiler: real manifests over small files that hold images as `device_code` reads them.
+"""Packs and certificates without a compiler: real manifests over files that hold CUDA ELF images.
 
-The shared objects cannot be loaded; everything that looks at a pack's bytes, table and evidence takes them for real.
+The shared objects cannot be loaded; what looks at bytes, tables and evidence takes them for real.
 """
 
 from __future__ import annotations
@@ -22,12 +22,22 @@ from specplan.plans.certificates import Certificate, CertifiedCell, CertifiedPla
 from specplan.plans.coverage import is_certified, uses_of
 from specplan.plans.manifest import Manifest, ObjectRecord, PlanRecord
 
-#: 20 scatter and 12 gather cells an arch, of 2 and 3 plans; certified on sm_90a, candidates on sm_100a.
+#: On each arch 20 scatter cells of 2 plans and 12 gather cells of 3; certified on sm_90a alone.
 CATALOG = """\
 schema: 1
 archs:
-  sm_90a: {device: Device nine, capability: [9, 0], sm_count: 132, smem_per_sm: 233472, smem_per_cta: 232448}
-  sm_100a: {device: Device ten, capability: [10, 0], sm_count: 148, smem_per_sm: 233472, smem_per_cta: 232448}
+  sm_90a:
+    device: Device nine
+    capability: [9, 0]
+    sm_count: 132
+    smem_per_sm: 233472
+    smem_per_cta: 232448
+  sm_100a:
+    device: Device ten
+    capability: [10, 0]
+    sm_count: 148
+    smem_per_sm: 233472
+    smem_per_cta: 232448
 families:
   scatter:
     problems:
@@ -123,7 +133,7 @@ def pack(
     evidence: Iterable[Certificate] = (),
     keep: Callable[[Cell], bool] = lambda cell: True,
 ) -> Manifest:
-    """Write the pack of one arch under ``root`` with the cells that ``keep`` keeps; returns its manifest."""
+    """Write one arch's pack under ``root``, of the cells that ``keep`` keeps, and return it."""
     directory = root / arch
     directory.mkdir(parents=True, exist_ok=True)
     objects: dict[str, ObjectRecord] = {}
@@ -249,7 +259,7 @@ class Place:
 
 
 def place(root: Path, text: str = CATALOG, archs: Sequence[str] = ("sm_90a", "sm_100a")) -> Place:
-    """Packs of some archs in which every claim of the catalog holds: sm_90a has its certificates."""
+    """Packs in which every claim of the catalog holds: sm_90a has its certificates."""
     found = Place(root / "catalog.yaml", root / "packs", root / "certificates")
     root.mkdir(parents=True, exist_ok=True)
     found.catalog_path.write_text(text, encoding="utf-8")
@@ -275,7 +285,7 @@ class Ran:
 
 
 def specplan(*arguments: str | Path) -> Ran:
-    """``specplan ARGUMENTS`` in this process; a traceback stays an exception, so that a test sees it."""
+    """``specplan ARGUMENTS`` in this process; what would be a traceback stays an exception."""
     from specplan.tools.cli import main
 
     out, err = io.StringIO(), io.StringIO()

@@ -70,7 +70,7 @@ def whole(place: Place) -> Certificate:
 
 
 def shard(of: Certificate, index: int, count: int) -> Certificate:
-    """The I-th of N parts, counted from 1, as `certify --shard` cuts them: with what its cells need alone."""
+    """The I-th of N parts, counted from 1, as `certify --shard` cuts them: what its cells need."""
     cells = of.cells[index - 1 :: count]
     symbols = {use.symbol for cell in cells for use in cell.uses}
     names = {cell.problem for cell in cells}

@@ -65,7 +65,8 @@ def test_it_names_the_packs_of_every_place_that_is_searched(
     assert len(places) == 3
     named = places[f"packs in {damaged.packs}"]
     assert named == (
-        "sm_100a (5 plans, 0 certified cells), sm_90a (5 plans, 32 certified cells) [$SPECPLAN_PACKS]"
+        "sm_100a (5 plans, 0 certified cells), sm_90a (5 plans, 32 certified cells) "
+        "[$SPECPLAN_PACKS]"
     )
     per_user = f"packs in {damaged.packs.parent / 'nothing' / 'specplan' / 'packs'}"
     assert places[per_user] == "none [the per-user directory]"

@@ -121,7 +121,7 @@ def test_asked_splits_are_taken_and_said(place: Place) -> None:
 
 
 def test_the_block_is_that_of_the_cells_own_splits(place: Place) -> None:
-    """Two blocks that differ in splits alone: the line and the reason are those of the one that claims the cell."""
+    """Of two blocks that differ in splits alone, the one that claims the cell is quoted."""
     text = synthetic.CATALOG + (
         "      - {problems: [large], requests: 8, tokens: 4, splits: 2, dtypes: [int32],\n"
         "         certified: [sm_90a], why: Two splits.}\n"

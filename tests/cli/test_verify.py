@@ -1,4 +1,4 @@
-"""``specplan verify``: the bytes of a pack are what its manifest describes, or each file that is not is named."""
+"""``specplan verify``: a pack is what its manifest describes, or the file that is not is named."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_an_edited_manifest_is_corrupt(place: Place) -> None:
 
 
 def test_device_code_that_the_manifest_does_not_name_is_corrupt(place: Place) -> None:
-    """Sizes and hashes fit, and still the code inside is not the code that a certificate would bind to."""
+    """Sizes and hashes fit, and still the code inside is not what a certificate would bind to."""
     directory = place.packs / "sm_90a"
     pack = manifest.read(directory)
     symbol = next(s for s, plan in pack.plans.items() if plan.family == "scatter")

@@ -1,4 +1,4 @@
-"""The catalog: the shipped one loads and has what it must; anything else is an error that says where and what was meant."""
+"""The catalog: the shipped one loads and has what it must; all else is an error with its place."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_shorter_chains_are_claimed_up_to_their_width(shipped: Catalog, family: 
 
 
 def test_only_sm_90a_is_claimed_to_be_certified(shipped: Catalog) -> None:
-    """The other archs have not been run on; a claim for one needs its certificate and a change here."""
+    """Nothing has run on the others: a claim for one needs its certificate and a change here."""
     assert {cell.arch for cell, certified in shipped.claims.items() if certified} == {"sm_90a"}
 
 
@@ -187,8 +187,8 @@ ERRORS: Mapping[str, tuple[str, str, str, str]] = {
         "unknown name 'smal'; did you mean 'small'?",
     ),
     "unknown dtype": (
-        "dtypes: [int32]\n        certified: [sm_90a]\n        candidate: [sm_100a]\n        why: The small",
-        "dtypes: [int23]\n        certified: [sm_90a]\n        candidate: [sm_100a]\n        why: The small",
+        "dtypes: [int32]",
+        "dtypes: [int23]",
         "int23",
         "dtypes: unknown name 'int23'; did you mean 'int32'?",
     ),
@@ -339,7 +339,7 @@ ERRORS: Mapping[str, tuple[str, str, str, str]] = {
     ),
     "a duplicate problem": (
         "      small: {history: 2, next: 2, draft: 1}\n",
-        "      small: {history: 2, next: 2, draft: 1}\n      small: {history: 3, next: 2, draft: 1}\n",
+        "      small: {history: 2, next: 2, draft: 1}\n      small: {history: 3}\n",
         "history: 3",
         "'small' stands twice in problems of 'scatter'",
     ),

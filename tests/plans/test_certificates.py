@@ -1,4 +1,4 @@
-"""Certificates: read back as written, and matched only by the bits, parameters and geometry that were certified."""
+"""Certificates: read back as written, and matched by the certified bits and parameters alone."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_any_certificate_survives_its_file(
     digest: str,
     device: str,
 ) -> None:
-    """Digests that look like numbers, names that look like booleans and small errors stay what they are."""
+    """Digests like numbers, names like booleans and very small errors stay what they are."""
     written = Certificate(
         "scatter",
         "sm_90a",

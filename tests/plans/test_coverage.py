@@ -14,6 +14,7 @@ import pytest
 import synthetic
 from specplan.plans import certificates, coverage, manifest
 from specplan.plans.cell import Cell, State
+from specplan.plans.manifest import PlanRecord
 from synthetic import Place, specplan
 
 STATES = ("certified", "candidate", "missing", "stale", "corrupt")
@@ -53,6 +54,11 @@ def edit_certificate(place: Place, family: str, change: Callable[[Any], Any]) ->
 def edit_manifest(place: Place, arch: str, change: Callable[[Any], Any]) -> None:
     directory = place.packs / arch
     synthetic.write_manifest(directory, change(manifest.read(directory)))
+
+
+def with_other(plan: PlanRecord, bits: str) -> PlanRecord:
+    change: dict[str, Any] = {bits: "other"}
+    return replace(plan, **change)
 
 
 # The states
@@ -100,7 +106,7 @@ def test_missing_is_a_cell_without_a_plan(place: Place) -> None:
 def test_stale_is_certified_once_with_other_bits(place: Place, bits: str) -> None:
     def change(pack: manifest.Manifest) -> manifest.Manifest:
         plans = {
-            symbol: replace(plan, **{bits: "other"}) if "history4" in symbol else plan
+            symbol: with_other(plan, bits) if "history4" in symbol else plan
             for symbol, plan in pack.plans.items()
         }
         return replace(pack, plans=plans)
@@ -359,7 +365,8 @@ def test_no_pack_at_all_exits_1_and_says_how_to_build(place: Place, tmp_path: Pa
     assert ran.code == 1
     assert json.loads(ran.out) == {"cells": [], "summary": {}}
     assert ran.err == (
-        f"error: no pack under {tmp_path / 'empty'}; build one with `specplan build`, or name it with --packs\n"
+        f"error: no pack under {tmp_path / 'empty'}; build one with `specplan build`, "
+        "or name it with --packs\n"
     )
 
 

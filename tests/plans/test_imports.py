@@ -1,4 +1,4 @@
-"""Who imports whom, and what an import costs: the rooms' one-way rule, read from the sources and seen in a fresh interpreter."""
+"""Who imports whom, and what an import costs: read in the sources, seen in a fresh process."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ OUTSIDE = {
 }
 #: The one file of the runtime that knows the kernels, by name and on first use.
 EXCEPTION = "reference.py"
+ROOM_NAME = re.compile(r"specplan\.(kernels|tools)[\w.]*")
 
 
 def sources(room: str) -> list[Path]:
-    """A room's files. The runtime is the package itself, with the other rooms under it where it is installed."""
+    """A room's files. The runtime is the package itself, with the other rooms under it."""
     root, _ = ROOMS[room]
     return sorted(root.glob("*.py") if room == "runtime" else root.rglob("*.py"))
 
@@ -66,9 +67,8 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
 def texts(path: Path) -> Iterator[tuple[str, int]]:
     """Every module of specplan that a file names in a string constant, as for ``import_module``."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        text = node.value if isinstance(node, ast.Constant) else None
-        if isinstance(text, str) and re.fullmatch(r"specplan\.(kernels|tools)[\w.]*", text):
-            yield text, node.lineno
+        if isinstance(node, ast.Constant) and re.fullmatch(ROOM_NAME, str(node.value)):
+            yield str(node.value), node.lineno
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -127,7 +127,7 @@ def hook(event, arguments):
         path, mode, flags = arguments
         opened.append(str(path))
         writes = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-        if (isinstance(mode, str) and set(mode) & set("wax+")) or (isinstance(flags, int) and flags & writes):
+        if set(mode or "") & set("wax+") or (flags or 0) & writes:
             written.append(str(path))
     elif event in ("os.mkdir", "os.rename", "os.remove", "os.symlink", "os.link", "os.truncate"):
         written.append(f"{event} {arguments[0]}")
@@ -136,14 +136,16 @@ sys.addaudithook(hook)
 before = set(sys.modules)
 """
 REPORT = """
-print(json.dumps({"modules": sorted({n.split(".")[0] for n in set(sys.modules) - before}), "written": written, "opened": opened, "cost": globals().get("cost")}))
+modules = sorted({name.split(".")[0] for name in set(sys.modules) - before})
+seen = {"modules": modules, "written": written, "opened": opened, "cost": globals().get("cost")}
+print(json.dumps(seen))
 """
 
 
 def fresh(statements: str) -> dict[str, Any]:
     """What a new interpreter imported, wrote and opened while it ran some statements.
 
-    Modules that the environment's own start-up files load count only where a submodule comes with them.
+    A module that the environment's start-up files load counts only where a submodule follows.
     """
     done = subprocess.run(
         [sys.executable, "-B", "-c", WATCH + statements + REPORT],
@@ -195,7 +197,7 @@ def test_the_command_line_starts_without_torch_and_without_a_compiler() -> None:
 
 @pytest.fixture(scope="module")
 def beside_torch() -> dict[str, Any]:
-    """specplan and all of its runtime imported after torch, with the processor time of ``import specplan`` alone."""
+    """All of the runtime imported after torch, with the processor time of ``import specplan``."""
     return fresh(
         "import torch, time\nstart = time.process_time()\nimport specplan\n"
         "cost = time.process_time() - start\n"

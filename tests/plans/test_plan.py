@@ -1,4 +1,4 @@
-"""Plans: the symbol stands for one plan and is a C identifier, and a missing constant says what there is."""
+"""Plans: a symbol is a C identifier of one plan, and a missing constant says what there is."""
 
 from __future__ import annotations
 
