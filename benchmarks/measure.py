@@ -1,7 +1,8 @@
 """Measuring: graph nodes, host time of calls, and the arms beside which a figure means something.
 
-GPU time of one call is a CUDA graph of back-to-back calls, replayed, over the number of calls. Host time of one call is a loop
-that never waits for the GPU. All arms of a comparison run in one process, alternating over rounds; figures are medians of rounds.
+GPU time of one call is a CUDA graph of back-to-back calls, replayed, over the number of calls. Host
+time of one call is a loop that never waits for the GPU. All arms of a comparison run in one
+process, alternating over rounds; figures are medians of rounds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from specplan.plans.version import VERSION
 from specplan.tools.certify import driver_version
 
@@ -27,7 +27,9 @@ Call = Callable[[], Any]
 def graph_times(
     arms: Mapping[str, Sequence[Call]], *, nodes: int = 64, rounds: int = 15
 ) -> dict[str, float]:
-    """Median µs of one call inside a CUDA graph, by arm. An arm is one call for each rotating buffer set."""
+    """Median µs of one call inside a CUDA graph, by arm. An arm is one call for each rotating
+    buffer set.
+    """
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     for name, calls in arms.items():
         for call in calls:
@@ -51,9 +53,7 @@ def graph_times(
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
-def host_times(
-    arms: Mapping[str, Call], *, calls: int = 400, rounds: int = 25
-) -> dict[str, float]:
+def host_times(arms: Mapping[str, Call], *, calls: int = 400, rounds: int = 25) -> dict[str, float]:
     """Median host µs of one call, by arm; the GPU is idle at the start of every round."""
     samples: dict[str, list[float]] = {name: [] for name in arms}
     for round_number in range(rounds + 3):
@@ -80,7 +80,11 @@ class EmptyKernel:
         self.driver = driver
         major, minor = torch.cuda.get_device_capability()
         program = _checked(nvrtc.nvrtcCreateProgram(self.SOURCE, b"empty.cu", 0, [], []))
-        _checked(nvrtc.nvrtcCompileProgram(program, 1, [f"--gpu-architecture=sm_{major}{minor}".encode()]))
+        _checked(
+            nvrtc.nvrtcCompileProgram(
+                program, 1, [f"--gpu-architecture=sm_{major}{minor}".encode()]
+            )
+        )
         image = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
         _checked(nvrtc.nvrtcGetCUBIN(program, image))
         self.module = _checked(driver.cuModuleLoadData(image))
@@ -131,4 +135,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     texts = [[f"{r[n]:.2f}" if isinstance(r[n], float) else str(r[n]) for n in names] for r in rows]
     widths = [max(len(n), *(len(t[i]) for t in texts)) for i, n in enumerate(names)]
     lines = [names, *texts]
-    return "\n".join("  ".join(t.rjust(w) for t, w in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(
+        "  ".join(t.rjust(w) for t, w in zip(line, widths, strict=True)) for line in lines
+    )

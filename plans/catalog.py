@@ -1,7 +1,8 @@
 """The catalog: every cell that is claimed to work, read strictly from ``catalog.yaml``.
 
-An unknown key, a duplicate cell, a value out of range or a misspelt name is an error with file, line, column and the nearest
-valid spelling. Nothing is defaulted: what the file does not say is not claimed.
+An unknown key, a duplicate cell, a value out of range or a misspelt name is an error with file,
+line, column and the nearest valid spelling. Nothing is defaulted: what the file does not say is not
+claimed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
 from specplan.plans import ranges
 from specplan.plans.arch import Arch
 from specplan.plans.cell import Cell
@@ -81,9 +81,7 @@ class Catalog:
                         for splits in block.splits or (
                             family.splits(geometry, requests, tokens, dtype, facts),
                         ):
-                            yield Cell(
-                                block.family, problem, dtype, arch, splits, tokens, requests
-                            )
+                            yield Cell(block.family, problem, dtype, arch, splits, tokens, requests)
 
     def cells(self, arch: str | None = None, family: str | None = None) -> list[Cell]:
         """The cells of one arch and family, or of all."""
@@ -94,7 +92,7 @@ class Catalog:
         ]
 
     def is_automatic(self, cell: Cell) -> bool:
-        """Whether a cell's splits are what the planning rule chooses when nobody asks for others."""
+        """Whether a cell's splits are the planning rule's own choice."""
         geometry = self.problems[cell.family][cell.problem]
         return cell.splits == FAMILIES[cell.family].splits(
             geometry, cell.requests, cell.tokens, cell.dtype, self.archs[cell.arch]
@@ -158,7 +156,9 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Reader:
-    """Walks YAML nodes, which know their place in the file, instead of the values that they stand for."""
+    """Walks YAML nodes, which know their place in the file, instead of the values that they stand
+    for.
+    """
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -294,7 +294,8 @@ class _Reader:
         )
         if name != f"sm_{major}{minor}a":
             raise self.fail(
-                node, f"{what} does not name capability {major}.{minor}: expected sm_{major}{minor}a"
+                node,
+                f"{what} does not name capability {major}.{minor}: expected sm_{major}{minor}a",
             )
         return Arch(
             name,
@@ -378,7 +379,7 @@ class _Reader:
         return claims
 
     def in_block(self, block: Block, problem: str) -> CatalogError:
-        return CatalogError(self.source, yaml.Mark("", 0, block.line - 1, 0, None, None), problem)
+        return CatalogError(self.source, yaml.Mark("", 0, block.line - 1, 0, "", 0), problem)
 
 
 def suggest(name: Any, known: Iterable[str]) -> str:

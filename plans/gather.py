@@ -1,12 +1,14 @@
 """Planning of ``gather``: one plan for each pair of store widths and power of two of tokens.
 
-Requests, drafts and every address are run-time values of the kernel. The store widths are extents that the compiled module
-checks; tokens choose how many lanes a request takes, so that no thread divides.
+Requests, drafts and every address are run-time values of the kernel. The store widths are extents
+that the compiled module checks; tokens choose how many lanes a request takes, so that no thread
+divides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from specplan.plans.arch import Arch
 from specplan.plans.plan import Plan
@@ -18,7 +20,7 @@ class Gather:
     name = "gather"
     ops = ("gather",)
     dtypes = ("int32",)
-    geometry = {"next": (1, 128), "draft": (0, 128)}
+    geometry: ClassVar[Mapping[str, tuple[int, int]]] = {"next": (1, 128), "draft": (0, 128)}
 
     def check_problem(self, geometry: Mapping[str, int]) -> str | None:
         return None

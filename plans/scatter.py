@@ -1,13 +1,14 @@
 """Planning of ``scatter``: one plan for each set of store widths.
 
-The widths of the outputs, the number of rows and every address are run-time values of the one kernel, so requests and tokens do
-not choose the plan; the store widths do, because they are the extents that the compiled module checks and the lanes that a row
-takes.
+The widths of the outputs, the number of rows and every address are run-time values of the one
+kernel, so requests and tokens do not choose the plan; the store widths do, because they are the
+extents that the compiled module checks and the lanes that a row takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from specplan.plans.arch import Arch
 from specplan.plans.plan import Plan
@@ -19,7 +20,11 @@ class Scatter:
     name = "scatter"
     ops = ("scatter",)
     dtypes = ("int32",)
-    geometry = {"history": (1, 128), "next": (1, 128), "draft": (0, 128)}
+    geometry: ClassVar[Mapping[str, tuple[int, int]]] = {
+        "history": (1, 128),
+        "next": (1, 128),
+        "draft": (0, 128),
+    }
 
     def check_problem(self, geometry: Mapping[str, int]) -> str | None:
         return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from specplan.op import ARGUMENT_ERRORS, SHAPE_ERRORS, Op, required
 from specplan.plans.manifest import PlanRecord
 from specplan.uncertified import Reason, Uncertified
@@ -14,9 +13,10 @@ from specplan.uncertified import Reason, Uncertified
 class Gather(Op):
     """Fill the next step's inputs of the requests that were in the previous step.
 
-    For r < requests, s = slots[r], j < tokens: ``input_ids`` gets ``store_next_new_tokens[j, s]``, ``pos_offsets`` gets
-    ``store_lens[pos_indices[r * tokens + j]]``, ``draft_tokens`` gets ``store_next_draft[s, j]`` for j < drafts, ``kv_offsets`` gets
-    ``store_lens[s] - tokens``. Each destination is flat and is written from its own begin. Slots may repeat; an index outside the
+    For r < requests, s = slots[r], j < tokens: ``input_ids`` gets ``store_next_new_tokens[j, s]``,
+    ``pos_offsets`` gets ``store_lens[pos_indices[r * tokens + j]]``, ``draft_tokens`` gets
+    ``store_next_draft[s, j]`` for j < drafts, ``kv_offsets`` gets ``store_lens[s] - tokens``. Each
+    destination is flat and is written from its own begin. Slots may repeat; an index outside the
     stores gives 0.
     """
 
@@ -51,7 +51,8 @@ class Gather(Op):
         slots, pos_indices
             int32 [>= requests] and [>= requests * tokens].
         input_ids, draft_tokens, pos_offsets, kv_offsets
-            int32, one-dimensional; requests * tokens, requests * drafts, requests * tokens and requests elements are written.
+            int32, one-dimensional; requests * tokens, requests * drafts, requests * tokens and
+            requests elements are written.
         input_ids_begin, draft_tokens_begin, pos_offsets_begin, kv_offsets_begin
             Where in each destination the first request's elements go.
         requests, tokens, drafts
@@ -59,7 +60,8 @@ class Gather(Op):
 
         Returns
         -------
-        True, or a falsy :class:`~specplan.Uncertified`; then nothing was launched. No requests, with valid tensors: True.
+        True, or a falsy :class:`~specplan.Uncertified`; then nothing was launched. No requests,
+        with valid tensors: True.
 
         Raises
         ------
@@ -73,18 +75,20 @@ class Gather(Op):
         ::
 
             free = max_batch - batch    # requests without a previous step come first
-            pack.gather.require(next_store, draft_store, lens_store, slots, positions, input_ids, draft_tokens, pos_offsets,
-                                kv_offsets, free * T, free * (T - 1), free * T, free, batch, T, T - 1)
+            pack.gather.require(next_store, draft_store, lens_store, slots, positions, input_ids,
+            draft_tokens, pos_offsets,
+                                kv_offsets, free * T, free * (T - 1), free * T, free, batch, T, T -
+                                1)
         """
-        # The body of _admit, written out: a Python call with fifteen arguments costs more than what it does.
+        # The body of _admit, written out: a Python call with fifteen arguments costs more than what
+        # it does.
         try:
-            function = self._picked.get(
+            function: Any = self._picked.get(
                 (
                     store_next_new_tokens.get_device(),
                     requests,
                     tokens,
                     drafts,
-                    store_next_draft.numel(),
                 )
             )
             flat = requests * tokens
@@ -170,7 +174,9 @@ class Gather(Op):
         return True
 
     def require(self, *arguments: Any, **named: Any) -> None:
-        """The same call, raising :class:`~specplan.UncertifiedCell` where the call would be declined."""
+        """The same call, raising :class:`~specplan.UncertifiedCell` where the call would be
+        declined.
+        """
         required(self(*arguments, **named))
 
     def bind(
@@ -192,11 +198,12 @@ class Gather(Op):
         tokens: int,
         drafts: int,
     ) -> Any:
-        """Check and convert the arguments once; returns ``launch()`` for these buffers, or a falsy Uncertified.
+        """Check and convert the arguments once; returns ``launch()`` for these buffers, or a falsy
+        Uncertified.
 
-        ``launch()`` runs on torch's current stream, returns None, and checks nothing but what the compiled module checks: the buffers
-        must stay allocated as they are. No destination is written here; the compiled module's checks are asked with a launch of no
-        requests.
+        ``launch()`` runs on torch's current stream, returns None, and checks nothing but what the
+        compiled module checks: the buffers must stay allocated as they are. No destination is
+        written here; the compiled module's checks are asked with a launch of no requests.
         """
         integers = (
             input_ids_begin,
@@ -251,16 +258,17 @@ class Gather(Op):
         tokens: int,
         drafts: int,
     ) -> Any:
-        """The compiled function for this call if its ranges lie inside its tensors, or an Uncertified."""
+        """The compiled function for this call if its ranges lie inside its tensors, or an
+        Uncertified.
+        """
         try:
-            # The stores' widths are checked by the compiled module: a key that fits another problem's plan is refused by that plan, and
-            # then looked up in full.
+            # The stores' widths are checked by the compiled module: a key that fits another
+            # problem's plan is refused by that plan, and then looked up in full.
             key = (
                 store_next_new_tokens.get_device(),
                 requests,
                 tokens,
                 drafts,
-                store_next_draft.numel(),
             )
             function = self._picked.get(key)
             if function is None:
@@ -298,7 +306,7 @@ class Gather(Op):
     def _first(
         self, key: tuple[int, ...], following: torch.Tensor, draft_store: torch.Tensor
     ) -> Any:
-        device, requests, tokens, drafts, _ = key
+        device, requests, tokens, drafts = key
         width, draft_width = following.size(0), draft_store.size(1)
         if requests < 0:
             return self._declined(Reason.RANGE, f"requests is {requests}, below 0", device)
@@ -309,22 +317,19 @@ class Gather(Op):
         if not 0 <= drafts <= most:
             return self._declined(Reason.RANGE, f"drafts is {drafts}, outside 0..{most}", device)
         # A call with no requests is checked like one with a single request, and launches no work.
-        return self._resolve(
-            key, device, (width, draft_width), "int32", max(1, requests), tokens
-        )
+        return self._resolve(key, device, (width, draft_width), "int32", max(1, requests), tokens)
 
     def _fit(
         self, function: Any, tensors: tuple[torch.Tensor, ...], integers: tuple[int, ...]
     ) -> tuple[Any, tuple[torch.Tensor, ...]] | Uncertified | None:
         self._picked.clear()
-        again = self._admit(*tensors[:2], *tensors[3:], *integers)
+        call: list[Any] = [*tensors[:2], *tensors[3:], *integers]
+        again = self._admit(*call)
         if not again:
             return again  # type: ignore[no-any-return]
         return None if again is function else (again, tensors)
 
-    def _outside(
-        self, device: int, uses: dict[str, tuple[int, int, torch.Tensor]]
-    ) -> Uncertified:
+    def _outside(self, device: int, uses: dict[str, tuple[int, int, torch.Tensor]]) -> Uncertified:
         for name, (begin, count, buffer) in uses.items():
             if begin < 0:
                 return self._declined(Reason.RANGE, f"{name} begins at {begin}, below 0", device)

@@ -1,8 +1,10 @@
-"""Certification: run every cell of the catalog on this machine's GPU, and write down what was measured.
+"""Certification: run every cell of the catalog on this machine's GPU, and write down what was
+measured.
 
-Each case of a cell runs through the public op. Eager: inputs drawn, outputs poisoned, every buffer compared whole with the reference;
-then once more from the same start, which must give the same bits. In a CUDA graph: captured once, replayed three times with every
-input rewritten in place, compared each time. Calls that must be declined must leave every byte as it was.
+Each case of a cell runs through the public op. Eager: inputs drawn, outputs poisoned, every buffer
+compared whole with the reference; then once more from the same start, which must give the same
+bits. In a CUDA graph: captured once, replayed three times with every input rewritten in place,
+compared each time. Calls that must be declined must leave every byte as it was.
 """
 
 from __future__ import annotations
@@ -15,14 +17,13 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import click
-
 from specplan.plans import certificates, ranges
 from specplan.plans.catalog import Catalog
 from specplan.plans.cell import Cell
@@ -36,7 +37,8 @@ SUITE = (
     "captured in a CUDA graph, replayed 3 times with every input rewritten in place",
     "declined calls write nothing",
 )
-#: Cells whose cases share one graph: enough to spread the cost of a capture, little enough to keep memory small.
+#: Cells whose cases share one graph: enough to spread the cost of a capture, little enough to keep
+#: memory small. A family whose cases are large says less, as ``CELLS_A_GRAPH`` in its cases.
 BATCH = 32
 REPLAYS = 3
 
@@ -55,7 +57,12 @@ class Shard:
     @classmethod
     def parse(cls, text: str) -> Shard:
         left, slash, right = text.partition("/")
-        if not slash or not left.isdigit() or not right.isdigit() or not 1 <= int(left) <= int(right):
+        if (
+            not slash
+            or not left.isdigit()
+            or not right.isdigit()
+            or not 1 <= int(left) <= int(right)
+        ):
             raise click.BadParameter(f"{text!r} is not I/N with 1 <= I <= N", param_hint="--shard")
         return cls(int(left), int(right))
 
@@ -79,9 +86,8 @@ def certify_main(
     """``specplan certify``; returns the exit code."""
     part = Shard.parse(shard)
     try:
-        import torch
-
         import specplan
+        import torch
     except ImportError as error:
         click.echo(f"error: {error}; pip install 'specplan[certify]'", err=True)
         return 1
@@ -104,11 +110,15 @@ def certify_main(
     try:
         pack = specplan.load(root, arch=found, candidates=True)
         pack.prepare(device)
-        directory = out / found if out is not None else (
-            local_certificates(packs_under(root)[found]) / found
+        directory = (
+            out / found
+            if out is not None
+            else (local_certificates(packs_under(root)[found]) / found)
         )
         directory.mkdir(parents=True, exist_ok=True)
-        for family in families or [f for f in catalog.problems if f in pack.manifest(found).objects]:
+        for family in families or [
+            f for f in catalog.problems if f in pack.manifest(found).objects
+        ]:
             cells = [
                 cell
                 for cell in catalog.cells(found, family)
@@ -150,6 +160,7 @@ class FamilyRun:
         self.path = directory / f"{family}{shard.suffix}.yaml"
         self.progress_path = directory / f".{family}{shard.suffix}.partial.jsonl"
         self.start = time.monotonic()
+        self.batch: int = getattr(self.cases, "CELLS_A_GRAPH", BATCH)
 
     def certify(self, cells: Sequence[Cell]) -> Path:
         """Run every cell, resuming where an interrupted run stopped, and write the certificate."""
@@ -164,8 +175,8 @@ class FamilyRun:
         with self.progress_path.open("a", encoding="utf-8") as log:
             if not results:
                 log.write(json.dumps(self.binding()) + "\n")
-            for at in range(0, len(todo), BATCH):
-                batch = todo[at : at + BATCH]
+            for at in range(0, len(todo), self.batch):
+                batch = todo[at : at + self.batch]
                 for cell, result in self.run_batch(batch, uses):
                     results[cell] = result
                     log.write(json.dumps([*_key(cell), *vars(result).values()]) + "\n")
@@ -176,7 +187,7 @@ class FamilyRun:
         return self.path
 
     def tell(self, done: int, total: int) -> None:
-        if sys.stderr.isatty() or done == total or (done // BATCH) % 64 == 0:
+        if sys.stderr.isatty() or done == total or (done // self.batch) % 64 == 0:
             spent = time.monotonic() - self.start
             left = spent / max(1, done) * (total - done)
             click.echo(f"{self.family}: {done}/{total} cells, about {left:.0f} s left", err=True)
@@ -249,7 +260,8 @@ class FamilyRun:
                 ):
                     worst[measure] = (error, bound)
             at += len(entries)
-            # The measure closest to its bound speaks for the cell; bit comparisons all have bound 0.
+            # The measure closest to its bound speaks for the cell; bit comparisons all have bound
+            # 0.
             measure, (error, bound) = max(
                 worst.items(), key=lambda item: (item[1][0] / (item[1][1] or 1), item[1][1])
             )
@@ -269,7 +281,9 @@ class FamilyRun:
             (picked.cell.requests, picked.cell.tokens, picked.cell.splits, picked.cell.dtype)
             != (cell.requests, cell.tokens, cell.splits, cell.dtype)
         ):
-            raise CertificationError(f"{cell}: case {case.name!r} comes to another cell, {picked.cell}")
+            raise CertificationError(
+                f"{cell}: case {case.name!r} comes to another cell, {picked.cell}"
+            )
 
     def check_declined(self) -> None:
         """Calls that must be declined: the answer is falsy and no byte changes."""
@@ -291,7 +305,9 @@ class FamilyRun:
     # The file
 
     def binding(self) -> dict[str, Any]:
-        """What an interrupted run was about: it resumes only over the same bits on the same kind of device."""
+        """What an interrupted run was about: it resumes only over the same bits on the same kind of
+        device.
+        """
         bits = {
             s: [p.device_code, p.host_code, p.signature]
             for s, p in self.manifest.plans.items()
@@ -360,10 +376,10 @@ class FamilyRun:
         )
 
 
-def _op(pack: Any, family: str, op: str) -> Callable[..., Any]:
+def _op(pack: Any, family: str, op: str) -> Any:
+    """An op by name: the family itself, or one of the ops that it holds."""
     owner = getattr(pack, family)
-    found: Callable[..., Any] = owner if op == family else getattr(owner, op)
-    return found
+    return owner if op == family else getattr(owner, op)
 
 
 def _key(cell: Cell) -> tuple[Any, ...]:
@@ -405,7 +421,9 @@ def driver_version() -> str:
 
 
 def _round_up(error: float) -> float:
-    """Three significant digits, rounded up, so that a certificate never claims less error than was measured."""
+    """Three significant digits, rounded up, so that a certificate never claims less error than was
+    measured.
+    """
     if error == 0:
         return 0.0
     scale = 10.0 ** (math.floor(math.log10(abs(error))) - 2)

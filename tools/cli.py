@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
-
-from specplan.plans import certificates, locations, manifest
 from specplan.plans import catalog as catalogs
+from specplan.plans import certificates, locations, manifest
 from specplan.plans.catalog import Catalog, CatalogError
 from specplan.plans.cell import Cell, State, nearest
 from specplan.plans.certificates import CertificateError
@@ -41,7 +40,9 @@ def _catalog(path: Path | None) -> Catalog:
 
 
 def _archs(catalog: Catalog, names: Sequence[str]) -> list[str]:
-    """The archs named, each once; ``all`` means all of the catalog. A misspelt one is a usage error."""
+    """The archs named, each once; ``all`` means all of the catalog. A misspelt one is a usage
+    error.
+    """
     wanted: list[str] = []
     for name in names:
         if name == "all":
@@ -88,7 +89,8 @@ def _option_packs() -> Decorator:
     return click.option(
         "--packs",
         type=click.Path(path_type=Path),
-        help="Directory of packs; default: $SPECPLAN_PACKS, the installed wheel, the per-user directory.",
+        help="Directory of packs; default: $SPECPLAN_PACKS, the installed wheel, "
+        "the per-user directory.",
     )
 
 
@@ -97,7 +99,8 @@ def _option_certificates() -> Decorator:
         "--certificates",
         "certificate_path",
         type=click.Path(path_type=Path),
-        help="Directory of certificates; default: the ones that specplan ships. Those beside a pack count too.",
+        help="Directory of certificates; default: the ones that specplan ships. "
+        "Those beside a pack count too.",
     )
 
 
@@ -115,12 +118,20 @@ def main() -> None:
 
 
 @main.command("build")
-@click.option("--arch", "archs", multiple=True, default=("all",), help="Compile target, or 'all'. Repeatable.")
+@click.option(
+    "--arch", "archs", multiple=True, default=("all",), help="Compile target, or 'all'. Repeatable."
+)
 @click.option("--family", "families", multiple=True, help="Only this family. Repeatable.")
 @click.option("--jobs", type=click.IntRange(1), help="Compile processes; default: one a CPU.")
-@click.option("--out", type=click.Path(path_type=Path), help="Output directory; default: $SPECPLAN_PACKS or the per-user directory.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Output directory; default: $SPECPLAN_PACKS or the per-user directory.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what would be compiled; write nothing.")
-@click.option("--keep-going", is_flag=True, help="Go on after a plan fails; write packs without it.")
+@click.option(
+    "--keep-going", is_flag=True, help="Go on after a plan fails; write packs without it."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @_option_catalog()
 @_option_certificates()
@@ -181,7 +192,9 @@ def build_command(
 
 
 class _Progress:
-    """A bar with counts and time left on a terminal, plain lines elsewhere; always on standard error."""
+    """A bar with counts and time left on a terminal, plain lines elsewhere; always on standard
+    error.
+    """
 
     def __init__(self, *, quiet: bool) -> None:
         self.quiet = quiet
@@ -236,9 +249,19 @@ class _Progress:
 
 
 @main.command("coverage")
-@click.option("--arch", "archs", multiple=True, help="Only this arch, or 'all'. Repeatable. Default: the archs that have a pack; with --strict all.")
+@click.option(
+    "--arch",
+    "archs",
+    multiple=True,
+    help="Only this arch, or 'all'. Repeatable. "
+    "Default: the archs that have a pack; with --strict all.",
+)
 @click.option("--family", help="Only this family.")
-@click.option("--strict", is_flag=True, help="Every arch of the catalog must be built, and no evidence may be without a claim.")
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Every arch of the catalog must be built, and no evidence may be without a claim.",
+)
 @click.option("--json", "form", flag_value="json", help="Print JSON.")
 @click.option("--markdown", "form", flag_value="markdown", help="Print a Markdown table.")
 @_option_packs()
@@ -318,7 +341,9 @@ def _table(coverage: Coverage, *, markdown: bool) -> str:
 
 
 def _broken(coverage: Coverage) -> list[str]:
-    """One line for each way in which claims fail, with how many cells fail that way and one of them."""
+    """One line for each way in which claims fail, with how many cells fail that way and one of
+    them.
+    """
     found: dict[tuple[str, str, str, str], list[Cell]] = {}
     for row in coverage.rows:
         if not row.holds:
@@ -337,7 +362,9 @@ def _broken(coverage: Coverage) -> list[str]:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_option_packs()
 def verify_command(as_json: bool, packs: Path | None) -> None:
-    """Check the bytes of packs: manifest digest, sizes, sha256, and that the device code inside is what the manifest names."""
+    """Check the bytes of packs: manifest digest, sizes, sha256, and that the device code inside is
+    what the manifest names.
+    """
     from specplan.plans import device_code
 
     root = _root(packs)
@@ -381,7 +408,9 @@ def verify_command(as_json: bool, packs: Path | None) -> None:
 
 @main.command("explain")
 @click.argument("family")
-@click.argument("assignments", nargs=-1, metavar="requests=R tokens=T problem=P [splits=S] [dtype=D]")
+@click.argument(
+    "assignments", nargs=-1, metavar="requests=R tokens=T problem=P [splits=S] [dtype=D]"
+)
 @click.option("--arch", required=True, help="Arch to decide for.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_option_packs()
@@ -396,7 +425,7 @@ def explain_command(
     catalog_path: Path | None,
     certificate_path: Path | None,
 ) -> None:
-    """Print the decision from a call to its plan, or to the reason why there is none. Needs no GPU."""
+    """Print the decision from a call to its plan, or to the reason why not. Needs no GPU."""
     catalog = _catalog(catalog_path)
     _family_names([family])
     _archs(catalog, [arch])
@@ -416,7 +445,9 @@ def explain_command(
     except (KeyError, ValueError) as error:
         raise click.UsageError("requests=R and tokens=T are needed, as integers") from error
     if splits is not None and splits < 1:
-        raise click.UsageError(f"splits={splits} is below 1; leave it out for the planning rule's choice")
+        raise click.UsageError(
+            f"splits={splits} is below 1; leave it out for the planning rule's choice"
+        )
     steps: list[tuple[str, str]] = []
     geometry = problems[problem]
     steps.append(("problem", f"{problem}: {', '.join(f'{k}={v}' for k, v in geometry.items())}"))
@@ -425,7 +456,10 @@ def explain_command(
     if complaint is None and requests >= 1:
         chosen = planning.splits(geometry, requests, tokens, dtype, catalog.archs[arch])
         steps.append(
-            ("splits", f"{splits} as asked" if splits else f"{chosen} by the planning rule for {arch}")
+            (
+                "splits",
+                f"{splits} as asked" if splits else f"{chosen} by the planning rule for {arch}",
+            )
         )
         splits = splits or chosen
     cell = Cell(family, problem, dtype, arch, splits or 1, tokens, requests)
@@ -504,9 +538,7 @@ def _assignments(items: Sequence[str]) -> dict[str, str]:
     for item in items:
         name, equals, value = item.partition("=")
         if not equals or name not in known:
-            raise click.UsageError(
-                f"{item!r} is not NAME=VALUE with a name of {', '.join(known)}"
-            )
+            raise click.UsageError(f"{item!r} is not NAME=VALUE with a name of {', '.join(known)}")
         values[name] = value
     return values
 
@@ -515,7 +547,12 @@ def _assignments(items: Sequence[str]) -> dict[str, str]:
 
 
 @main.command("gc")
-@click.option("--older-than", default=3600, show_default=True, help="Only files that are older than this many seconds.")
+@click.option(
+    "--older-than",
+    default=3600,
+    show_default=True,
+    help="Only files that are older than this many seconds.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what would be deleted.")
 @_option_packs()
 def gc_command(older_than: int, dry_run: bool, packs: Path | None) -> None:
@@ -552,17 +589,25 @@ def gc_command(older_than: int, dry_run: bool, packs: Path | None) -> None:
 
 
 @main.group("certify", invoke_without_command=True)
-@click.option("--arch", default="auto", show_default=True, help="Arch to certify; 'auto' is that of the GPU.")
+@click.option(
+    "--arch", default="auto", show_default=True, help="Arch to certify; 'auto' is that of the GPU."
+)
 @click.option("--family", "families", multiple=True, help="Only this family. Repeatable.")
 @click.option("--problem", "problems", multiple=True, help="Only this problem. Repeatable.")
-@click.option("--requests", help="Only these requests, for example 1..8. What is left out is not certified.")
+@click.option(
+    "--requests", help="Only these requests, for example 1..8. What is left out is not certified."
+)
 @click.option("--shard", default="1/1", show_default=True, help="I/N: certify the I-th of N parts.")
-@click.option("--out", type=click.Path(path_type=Path), help="Directory for the certificates; default: beside the pack.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Directory for the certificates; default: beside the pack.",
+)
 @click.option("--device", default=0, show_default=True, help="CUDA device index.")
 @_option_packs()
 @_option_catalog()
 @click.pass_context
-def certify_command(context: click.Context, **options: Any) -> None:
+def certify_command(context: click.Context, /, **options: Any) -> None:
     """Check every cell of the catalog on this machine's GPU and write certificates."""
     if context.invoked_subcommand is None:
         from specplan.tools.certify import certify_main
@@ -574,12 +619,19 @@ def certify_command(context: click.Context, **options: Any) -> None:
             if name not in problems:
                 hint = catalogs.suggest(name, sorted(problems))
                 raise click.BadParameter(f"unknown problem {name!r}{hint}", param_hint="--problem")
-        sys.exit(certify_main(catalog, families=families, root=_root(options.pop("packs")), **options))
+        sys.exit(
+            certify_main(catalog, families=families, root=_root(options.pop("packs")), **options)
+        )
 
 
 @certify_command.command("merge")
 @click.argument("parts", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory of certificates to write.")
+@click.option(
+    "--out",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Directory of certificates to write.",
+)
 def certify_merge_command(parts: Sequence[Path], out: Path) -> None:
     """Join the certificates of shards that ran on the same kind of device with the same pack."""
     from specplan.tools.merge import MergeError, merge
@@ -594,7 +646,7 @@ def certify_merge_command(parts: Sequence[Path], out: Path) -> None:
 @main.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor_command(as_json: bool) -> None:
-    """Print everything that a bug report needs, and what is wrong. Exit 1 if no pack can run here."""
+    """Print everything that a bug report needs, and what is wrong; then exit 1."""
     from specplan.tools.doctor import examine
 
     report, complaints = examine()

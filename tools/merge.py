@@ -16,7 +16,8 @@ class MergeError(RuntimeError):
 
 
 def merge(parts: Sequence[Path], out: Path) -> Iterator[tuple[Path, int]]:
-    """Join certificate files, one output file an arch and family; yields each path with its number of cells.
+    """Join certificate files, one output file an arch and family; yields each path with its number
+    of cells.
 
     Parameters
     ----------
@@ -56,7 +57,9 @@ def _join(left_path: Path, left: Certificate, right_path: Path, right: Certifica
                 raise MergeError(f"{left_path} and {right_path} differ in {what[:-1]} {name}")
     twice = set(left.table) & set(right.table)
     if twice:
-        raise MergeError(f"{left_path} and {right_path} both have {len(twice)} cells, such as {min(twice)}")
+        raise MergeError(
+            f"{left_path} and {right_path} both have {len(twice)} cells, such as {min(twice)}"
+        )
     return replace(
         left,
         date=max(left.date, right.date),

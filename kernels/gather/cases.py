@@ -1,4 +1,6 @@
-"""Input cases of ``gather``: destinations that begin anywhere, fewer drafts than tokens, arbitrary position lists, repeated slots."""
+"""Input cases of ``gather``: destinations that begin anywhere, fewer drafts than tokens, arbitrary
+position lists, repeated slots.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-
 from specplan.kernels.case import Arena, ExactCase
 from specplan.kernels.gather.reference import gather
 
@@ -106,7 +107,9 @@ def checks(
 
 
 def declined(device: torch.device) -> Iterator[tuple[str, dict[str, Any], torch.Tensor]]:
-    """Calls that must be declined and write nothing: what is wrong, the arguments, and the storage that must not change."""
+    """Calls that must be declined and write nothing: what is wrong, the arguments, and the storage
+    that must not change.
+    """
     geometry = {"next": 8, "draft": 7}
 
     def fresh() -> GatherCase:
@@ -136,7 +139,9 @@ def declined(device: torch.device) -> Iterator[tuple[str, dict[str, Any], torch.
         yield changed(f"{name} begins below 0", **{f"{name}_begin": -1})
         yield changed(f"{name} begins too far on", **{f"{name}_begin": 1})
     yield changed("a store has other slots", store_lens=lambda t: t[:-1])
-    yield changed("a store's last dimension is not 1", store_next_new_tokens=lambda t: t.expand(8, -1, 2))
+    yield changed(
+        "a store's last dimension is not 1", store_next_new_tokens=lambda t: t.expand(8, -1, 2)
+    )
     yield changed("the draft store is transposed", store_next_draft=lambda t: t.T.contiguous().T)
     yield changed("no tokens", tokens=0)
     yield changed("more tokens than the store is wide", tokens=9)

@@ -1,4 +1,6 @@
-"""Input cases of ``scatter``: widths narrower and wider than the stores, rows from the middle, strided rows, lengths past both ends."""
+"""Input cases of ``scatter``: widths narrower and wider than the stores, rows from the middle,
+strided rows, lengths past both ends.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-
 from specplan.kernels.case import Arena, ExactCase
 from specplan.kernels.scatter.reference import scatter
 
@@ -14,8 +15,8 @@ from specplan.kernels.scatter.reference import scatter
 class ScatterCase(ExactCase):
     """One scatter call: ``rows`` moved of N outputs into S slots.
 
-    Random words fill everything, so the columns at and past a row's accepted length hold values that must not come through, and the
-    slots that are not moved hold values that must stay.
+    Random words fill everything, so the columns at and past a row's accepted length hold values
+    that must not come through, and the slots that are not moved hold values that must stay.
     """
 
     def __init__(
@@ -77,9 +78,7 @@ def checks(
     device: torch.device,
 ) -> Iterator[ScatterCase]:
     """The cases that a cell must pass."""
-    yield ScatterCase(
-        "dense", geometry, device, rows=requests, widths=(tokens, tokens, tokens - 1)
-    )
+    yield ScatterCase("dense", geometry, device, rows=requests, widths=(tokens, tokens, tokens - 1))
     yield ScatterCase(
         "middle rows, strided, wider next and draft outputs",
         geometry,
@@ -116,7 +115,9 @@ def checks(
 
 
 def declined(device: torch.device) -> Iterator[tuple[str, dict[str, Any], torch.Tensor]]:
-    """Calls that must be declined and write nothing: what is wrong, the arguments, and the storage that must not change."""
+    """Calls that must be declined and write nothing: what is wrong, the arguments, and the storage
+    that must not change.
+    """
     geometry = {"history": 8, "next": 8, "draft": 7}
 
     def fresh() -> ScatterCase:
@@ -157,7 +158,9 @@ def declined(device: torch.device) -> Iterator[tuple[str, dict[str, Any], torch.
     yield changed("the slot table is short", slots=lambda t: t[:3])
     yield changed("the slot table has two dimensions", slots=lambda t: t.reshape(2, 3))
     yield changed("a store has other slots", store_lens=lambda t: t[:-1])
-    yield changed("a store's last dimension is not 1", store_new_tokens=lambda t: t.expand(8, -1, 2))
+    yield changed(
+        "a store's last dimension is not 1", store_new_tokens=lambda t: t.expand(8, -1, 2)
+    )
     yield changed("the store's width is in no problem", store_new_tokens=lambda t: t[:7])
     yield changed("more requests than any cell", rows=257)
     yield changed("not a tensor", new_tokens=None)

@@ -18,9 +18,11 @@ def scatter(
     row_begin: int,
     rows: int,
 ) -> None:
-    """Store the moved rows in place; arguments as :meth:`specplan.scatter.Scatter.__call__`, any device.
+    """Store the moved rows in place; arguments as :meth:`specplan.scatter.Scatter.__call__`, any
+    device.
 
-    Slots outside the stores are skipped. Unlike the kernel it reads columns at or past the accepted length, and drops them.
+    Slots outside the stores are skipped. Unlike the kernel it reads columns at or past the accepted
+    length, and drops them.
     """
     if rows == 0:
         return
@@ -38,8 +40,6 @@ def scatter(
     column = torch.arange(history.shape[1], device=history.device)
     history = torch.where(column < n[:, None], history, torch.zeros_like(history))
     store_new_tokens[:, where, 0] = history.T
-    store_next_new_tokens[:, where, 0] = padded(
-        next_new_tokens, store_next_new_tokens.shape[0]
-    ).T
+    store_next_new_tokens[:, where, 0] = padded(next_new_tokens, store_next_new_tokens.shape[0]).T
     store_next_draft[where] = padded(next_draft_tokens, store_next_draft.shape[1])
     store_lens[where] = n

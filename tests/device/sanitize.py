@@ -1,23 +1,25 @@
-"""What compute-sanitizer runs: every op of a pack over a spread of cells, each call checked against the reference.
+"""What compute-sanitizer runs: ops of a pack over a spread of cells, each checked by the reference.
 
-    compute-sanitizer --tool initcheck --kernel-regex kns=kernel_cutlass --error-exitcode 9 \\
-        python tests/device/sanitize.py --packs packs
+``make sanitize`` runs it under memcheck, racecheck and synccheck, and under initcheck twice:
 
-``make sanitize`` runs memcheck, racecheck, initcheck and synccheck. The outputs of a scatter are left as their producer leaves them: the
-columns at and past a row's accepted length, and whole rows that are not moved, come from ``torch.empty`` and are never written. For
-initcheck that means ``PYTORCH_NO_CUDA_MEMORY_CACHING=1``, so that every tensor is an allocation of its own. ``--control`` runs the torch
-ops instead, which do read them: the tool must find them, or it finds nothing.
+- ``--unwritten`` leaves the outputs of a scatter as their producer leaves them: the columns at and
+  past a row's accepted length, and the rows that are not moved, are never written. initcheck sees a
+  tensor as an allocation of its own only with ``PYTORCH_NO_CUDA_MEMORY_CACHING=1``. It must see
+  torch's kernels too, or it takes what they wrote for unwritten; so its findings are sorted by
+  kernel afterwards (``--judge clean``), and none may be ours.
+- ``--control`` runs the torch ops that scatter replaces, which do read what nobody wrote. If the
+  tool does not find that (``--judge control``), it finds nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from importlib import import_module
 from pathlib import Path
 
-import torch
-
 import specplan
+import torch
 from specplan.plans.catalog import load as load_catalog
 
 POINTS = ((1, 1), (3, 2), (8, 8), (64, 4), (256, 8))
@@ -62,7 +64,11 @@ def unwritten(pack: specplan.Pack, device: torch.device, control: bool) -> int:
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int32, device=device)
 
-        new, following, drafts = empty(outputs, tokens), empty(outputs, tokens), empty(outputs, tokens - 1)
+        new, following, drafts = (
+            empty(outputs, tokens),
+            empty(outputs, tokens),
+            empty(outputs, tokens - 1),
+        )
         lens, slots = empty(outputs), empty(requests + 2)
         lens[3 : 3 + requests] = lens_host.to(device, torch.int32)
         slots[:requests] = torch.randperm(size)[:requests].to(device, torch.int32)
@@ -76,15 +82,34 @@ def unwritten(pack: specplan.Pack, device: torch.device, control: bool) -> int:
         (specplan.reference.scatter if control else pack.scatter.require)(*arguments)
         moved = slots[:requests].long()
         history = stores[0][:, moved, 0].T.cpu()
-        wanted = torch.where(torch.arange(8) < torch.minimum(lens_host, torch.tensor(tokens))[:, None], 7, 0)
+        wanted = torch.where(
+            torch.arange(8) < torch.minimum(lens_host, torch.tensor(tokens))[:, None], 7, 0
+        )
         if not torch.equal(history, wanted.int()):
             raise SystemExit(f"scatter {requests}x{tokens}: wrong history")
         if not control:
             positions = empty(requests * tokens + 2)
             positions[: requests * tokens] = slots[:requests].repeat_interleave(tokens)
-            outs = (empty(requests * tokens), empty(max(1, requests * (tokens - 1))), empty(requests * tokens), empty(requests))
+            outs = (
+                empty(requests * tokens),
+                empty(max(1, requests * (tokens - 1))),
+                empty(requests * tokens),
+                empty(requests),
+            )
             pack.gather.require(
-                stores[1], stores[3], stores[2], slots, positions, *outs, 0, 0, 0, 0, requests, tokens, tokens - 1
+                stores[1],
+                stores[3],
+                stores[2],
+                slots,
+                positions,
+                *outs,
+                0,
+                0,
+                0,
+                0,
+                requests,
+                tokens,
+                tokens - 1,
             )
             if not torch.equal(outs[3].cpu(), (lens_host - tokens).int()):
                 raise SystemExit(f"gather {requests}x{tokens}: wrong kv offsets")
@@ -92,16 +117,43 @@ def unwritten(pack: specplan.Pack, device: torch.device, control: bool) -> int:
     return count
 
 
+def judge(wanted: str) -> int:
+    """Sort an initcheck log on standard input by kernel; the exit code of the judgement."""
+    ours = others = 0
+    finished = False
+    block = False
+    for line in sys.stdin:
+        print(line, end="")
+        finished |= "every result as the reference gives it" in line
+        if "Uninitialized" in line:
+            block = True
+        elif block and " at " in line:
+            block = False
+            if "kernel_cutlass" in line:
+                ours += 1
+            else:
+                others += 1
+    print(f"reads of unwritten memory: {ours} by specplan's kernels, {others} by others")
+    if not finished:
+        print("the run did not finish")
+        return 1
+    return int(ours > 0) if wanted == "clean" else int(ours + others == 0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--packs", type=Path)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--unwritten", action="store_true")
     parser.add_argument("--control", action="store_true")
+    parser.add_argument("--judge", choices=("clean", "control"))
     options = parser.parse_args()
+    if options.judge:
+        sys.exit(judge(options.judge))
     device = torch.device("cuda", 0)
     pack = specplan.load(options.packs, candidates=True)
     pack.prepare()
-    calls = 0 if options.control else spread(pack, device, options.quick)
+    calls = 0 if options.control or options.unwritten else spread(pack, device, options.quick)
     calls += unwritten(pack, device, options.control)
     torch.cuda.synchronize()
     print(f"{calls} calls, every result as the reference gives it")

@@ -1,7 +1,8 @@
 """A plan's key: everything that decides its bytes, and nothing else.
 
-The key holds the reachable source files, every compile option, the arch, all ``nvidia-cutlass-dsl*`` distributions, the tvm-ffi
-version and the host triple. It holds no path, no driver and no torch version: none of them changes the bytes.
+The key holds the reachable source files, every compile option, the arch, all
+``nvidia-cutlass-dsl*`` distributions, the tvm-ffi version and the host triple. It holds no path, no
+driver and no torch version: none of them changes the bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import platform
 import sys
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
@@ -42,13 +43,15 @@ def host_triple() -> str:
 
 
 def options(plan: Plan) -> str:
-    """The compiler options of a plan. The arch is always said: without it the DSL silently takes sm_100a."""
+    """The compiler options of a plan. The arch is always said: without it the DSL silently takes
+    sm_100a.
+    """
     return f"--enable-tvm-ffi --gpu-arch {plan.arch} --opt-level 3"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _imports(module: str) -> tuple[str, frozenset[str]]:
-    """Source digest of one module of this package, and the modules of this package that it imports."""
+    """Source digest of one module of this package, and which of its modules that imports."""
     spec = util.find_spec(module)
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(f"no module {module!r} to take sources from")
@@ -69,7 +72,7 @@ def _imports(module: str) -> tuple[str, frozenset[str]]:
     return hashlib.sha256(source).hexdigest(), ours
 
 
-@lru_cache(maxsize=None)
+@cache
 def _is_ours(name: str) -> bool:
     if not name.startswith("specplan."):
         return False
@@ -79,9 +82,9 @@ def _is_ours(name: str) -> bool:
         return False
 
 
-@lru_cache(maxsize=None)
+@cache
 def sources(family: str) -> Mapping[str, str]:
-    """sha256 of every source file that a family's device code can reach by import, by module name."""
+    """sha256 of every source file that a family's device code reaches by import, by module."""
     found: dict[str, str] = {}
     todo = [f"specplan.kernels.{family}.kernel"]
     while todo:
@@ -93,7 +96,9 @@ def sources(family: str) -> Mapping[str, str]:
 
 
 def key(plan: Plan) -> dict[str, Any]:
-    """The key of a plan, in full: the manifest records it, and a difference names the input that changed."""
+    """The key of a plan, in full: the manifest records it, and a difference names the input that
+    changed.
+    """
     return {
         "format": FORMAT,
         "symbol": plan.symbol,

@@ -1,4 +1,6 @@
-"""Linking: the objects of one family and arch into one shared object, with the same bytes from the same inputs."""
+"""Linking: the objects of one family and arch into one shared object, with the same bytes from the
+same inputs.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,7 @@ def linker_version() -> str:
             [*compiler(), "-Wl,--version"], capture_output=True, text=True, check=False
         ).stdout
     except OSError as error:
-        raise LinkError(
-            f"no C compiler to link with ({error}); install gcc or set CC"
-        ) from error
+        raise LinkError(f"no C compiler to link with ({error}); install gcc or set CC") from error
     return output.partition("\n")[0].strip() or "unknown linker"
 
 
@@ -92,7 +92,9 @@ def link(objects: Sequence[Path], output: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         output.unlink(missing_ok=True)
-        raise LinkError(f"linking {output.name} failed: {done.stderr.strip() or done.stdout.strip()}")
+        raise LinkError(
+            f"linking {output.name} failed: {done.stderr.strip() or done.stdout.strip()}"
+        )
 
 
 _X86 = (
@@ -143,8 +145,8 @@ json.dump(found, sys.stdout)
 def signatures(shared: Path, symbols: Sequence[str]) -> dict[str, str]:
     """The signature text of every function, from the shared object itself.
 
-    Each function is called without arguments, which it refuses with its own signature before it touches CUDA. That also shows that
-    the object loads and holds every function.
+    Each function is called without arguments, which it refuses with its own signature before it
+    touches CUDA. That also shows that the object loads and holds every function.
     """
     done = subprocess.run(
         [
@@ -167,6 +169,8 @@ def signatures(shared: Path, symbols: Sequence[str]) -> dict[str, str]:
     for symbol in symbols:
         match = re.search(r"`(.*)`", found.get(symbol, ""), re.DOTALL)
         if match is None:
-            raise LinkError(f"{shared.name}: {symbol} did not refuse an empty call with its signature")
+            raise LinkError(
+                f"{shared.name}: {symbol} did not refuse an empty call with its signature"
+            )
         texts[symbol] = " ".join(match[1].split())
     return texts
