@@ -294,7 +294,7 @@ class _Reader:
         )
         if name != f"sm_{major}{minor}a":
             raise self.fail(
-                node,
+                capability,
                 f"{what} does not name capability {major}.{minor}: expected sm_{major}{minor}a",
             )
         return Arch(

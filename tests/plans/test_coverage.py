@@ -277,7 +277,7 @@ def test_strict_complains_about_evidence_that_nothing_claims(place: Place) -> No
     found = judge(place, "sm_90a", text=text, strict=True)
     assert sorted(found.complaints) == [
         "certificate sm_90a/scatter has 2 cells that the catalog does not claim",
-        "the sm_90a pack has 2 cells that the catalog does not have",
+        "the sm_90a pack has 2 cells that the catalog lacks",
     ]
     assert all(row.holds for row in found.rows)
     assert not found.holds
