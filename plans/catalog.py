@@ -144,6 +144,8 @@ def loads(text: str, source: str = "catalog.yaml") -> Catalog:
         raise CatalogError(source, mark, f"not YAML: {detail}") from error
     except RecursionError as error:
         raise CatalogError(source, None, "not a catalog: nested too deeply") from error
+    except UnicodeEncodeError as error:
+        raise CatalogError(source, None, f"not YAML: {error}") from error
     if node is None:
         raise CatalogError(source, None, "is empty")
     return _Reader(source).catalog(node)
@@ -201,7 +203,7 @@ class _Reader:
             raise self.fail(node, f"{what} must be an integer")
         try:
             value = int(yaml.SafeLoader("").construct_yaml_int(node))
-        except ValueError as error:
+        except (ValueError, IndexError) as error:  # IndexError: an empty scalar tagged !!int
             raise self.fail(node, f"{what} must be an integer") from error
         if not low <= value <= high:
             raise self.fail(node, f"{what} is {value}, outside {low}..{high}")
@@ -209,7 +211,7 @@ class _Reader:
 
     def integers(self, node: yaml.Node, what: str, low: int, high: int) -> tuple[int, ...]:
         nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        values: list[int] = []
+        values: set[int] = set()
         for item in nodes:
             if not isinstance(item, yaml.ScalarNode):
                 raise self.fail(item, f"{what} must be integers or ranges such as 1..256")
@@ -220,9 +222,9 @@ class _Reader:
             for value in part:
                 if not low <= value <= high:
                     raise self.fail(item, f"{what} has {value}, outside {low}..{high}")
-                if value in values[-1:] or value in set(values):
+                if value in values:
                     raise self.fail(item, f"{what} has {value} twice")
-            values.extend(part)
+            values.update(part)
         if not values:
             raise self.fail(node, f"{what} is empty")
         return tuple(sorted(values))
@@ -292,7 +294,7 @@ class _Reader:
         )
         if name != f"sm_{major}{minor}a":
             raise self.fail(
-                node,
+                capability,
                 f"{what} does not name capability {major}.{minor}: expected sm_{major}{minor}a",
             )
         return Arch(

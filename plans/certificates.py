@@ -21,6 +21,8 @@ from specplan.plans.cell import Cell
 from specplan.plans.manifest import Manifest, Use
 
 SCHEMA = 1
+#: The mismatch of a certificate that says nothing of a cell.
+NO_EVIDENCE = "no evidence for this cell"
 
 
 class CertificateError(ValueError):
@@ -88,7 +90,7 @@ class Certificate:
             (cell.problem, cell.dtype, cell.splits, cell.tokens, cell.requests)
         )
         if evidence is None:
-            return "no evidence for this cell"
+            return NO_EVIDENCE
         geometry = manifest.problems[cell.family][cell.problem]
         if self.problems.get(cell.problem) != geometry:
             return f"the geometry of problem {cell.problem!r} changed"

@@ -162,11 +162,12 @@ class _Judge:
                 mismatches.append(mismatch)
         if not claimed_certified:
             return Row(cell, State.CANDIDATE, claimed, symbols, "")
-        if all(mismatch == "no evidence for this cell" for mismatch in mismatches):
+        stale = [mismatch for mismatch in mismatches if mismatch != certificates.NO_EVIDENCE]
+        if not stale:
             return Row(
                 cell, State.CANDIDATE, claimed, symbols, "claimed certified, without a certificate"
             )
-        return Row(cell, State.STALE, claimed, symbols, mismatches[0])
+        return Row(cell, State.STALE, claimed, symbols, stale[0])
 
     def orphans(self, family: str | None) -> list[str]:
         """Evidence and plans that no claim of the catalog uses."""

@@ -26,7 +26,7 @@ def parse(text: str | int) -> tuple[int, ...]:
         step = int(match[3]) if match[3] else 1
         if step < 1 or last < first:
             raise ValueError(f"{part.strip()!r} is an empty range")
-        if last - first > 1_000_000:
+        if (last - first) // step >= 1_000_000:
             raise ValueError(f"{part.strip()!r} has more than a million values")
         values.extend(range(first, last + 1, step))
     if len(set(values)) != len(values):

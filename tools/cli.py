@@ -444,6 +444,10 @@ def explain_command(
         splits = int(values["splits"]) if "splits" in values else None
     except (KeyError, ValueError) as error:
         raise click.UsageError("requests=R and tokens=T are needed, as integers") from error
+    if splits is not None and splits < 1:
+        raise click.UsageError(
+            f"splits={splits} is below 1; leave it out for the planning rule's choice"
+        )
     steps: list[tuple[str, str]] = []
     geometry = problems[problem]
     steps.append(("problem", f"{problem}: {', '.join(f'{k}={v}' for k, v in geometry.items())}"))
@@ -459,9 +463,12 @@ def explain_command(
         )
         splits = splits or chosen
     cell = Cell(family, problem, dtype, arch, splits or 1, tokens, requests)
-    answer, state = _decide(
-        catalog, cell, _root(packs), _evidence(certificate_path), steps, complaint
-    )
+    try:
+        answer, state = _decide(
+            catalog, cell, _root(packs), _evidence(certificate_path), steps, complaint
+        )
+    except CertificateError as error:
+        _fail(str(error))
     if as_json:
         body = {"cell": cell.as_dict(), "steps": dict(steps), "state": state, "runs": answer}
         click.echo(json.dumps(body, indent=1))
@@ -495,6 +502,8 @@ def _decide(
         and cell.problem in b.problems
         and cell.requests in b.requests
         and cell.tokens in b.tokens
+        and cell.dtype in b.dtypes
+        and (catalog.is_automatic(cell) if b.splits is None else cell.splits in b.splits)
     )
     claim = State.CERTIFIED if catalog.claims[cell] else State.CANDIDATE
     steps.append(("catalog", f"{claim.value} (line {block.line}: {block.why})"))
@@ -565,12 +574,8 @@ def gc_command(older_than: int, dry_run: bool, packs: Path | None) -> None:
             name = digest(plan.key)
             kept |= {root / "objects" / f"{name}.o", root / "objects" / f"{name}.json"}
     now = time.time()
-    candidates = [
-        *root.glob("objects/*"),
-        *root.glob("objects/.*.tmp"),
-        *root.glob("*/*.so"),
-        *root.glob("*/.*.tmp*"),
-    ]
+    # A set: a star matches a leading dot here, so that the patterns overlap.
+    candidates = {*root.glob("objects/*"), *root.glob("*/*.so"), *root.glob("*/.*.tmp*")}
     dead = [p for p in candidates if p not in kept and now - p.stat().st_mtime > older_than]
     size = sum(path.stat().st_size for path in dead)
     if not dry_run:
@@ -609,6 +614,11 @@ def certify_command(context: click.Context, /, **options: Any) -> None:
 
         catalog = _catalog(options.pop("catalog_path"))
         families = _family_names(options.pop("families"))
+        problems = {p for f in families or catalog.problems for p in catalog.problems.get(f, {})}
+        for name in options["problems"]:
+            if name not in problems:
+                hint = catalogs.suggest(name, sorted(problems))
+                raise click.BadParameter(f"unknown problem {name!r}{hint}", param_hint="--problem")
         sys.exit(
             certify_main(catalog, families=families, root=_root(options.pop("packs")), **options)
         )
