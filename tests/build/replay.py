@@ -2,50 +2,52 @@
 
     python replay.py RECORDED_PACK SECONDS_A_PLAN {locks|no-locks} ARGUMENTS...
 
-The pool, the renames, the linker and the manifest are the real ones; only the worker's process is another. ``no-locks`` stands for a file
+The pool, the worker's loop, the renames, the linker and the manifest are the real ones; only the compile is another. ``no-locks`` stands for a file
 system on which a lock is granted to everyone.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 
-def worker(root: Path, seconds: float, answers: int) -> None:
+def worker(root: Path, seconds: float) -> None:
     from specplan.plans import manifest
+    from specplan.plans.plan import Plan
     from specplan.tools.build import keys
+    from specplan.tools.build import worker as real
 
     digests = {
         symbol: keys.digest(plan.key)
         for directory in manifest.packs_under(root).values()
         for symbol, plan in manifest.read(directory).plans.items()
     }
-    from specplan.tools.build.worker import plan_from
 
-    with os.fdopen(answers, "w", buffering=1) as pipe:
-        for line in sys.stdin:
-            job = json.loads(line)
-            Path(job["log"]).write_text("replayed\n")
-            name = digests[plan_from(job).symbol]
-            data = (root / "objects" / f"{name}.o").read_bytes()
-            # In pieces, so that a kill can leave half an object.
-            with Path(job["object"]).open("wb") as file:
-                for part in range(4):
-                    file.write(data[part * len(data) // 4 : (part + 1) * len(data) // 4])
-                    file.flush()
-                    time.sleep(seconds / 4)
-            print((root / "objects" / f"{name}.json").read_text().replace("\n", " "), file=pipe)
+    def compile_plan(plan: Plan, options: str, path: Path) -> dict[str, Any]:
+        recorded = root / "objects" / f"{digests[plan.symbol]}.o"
+        data = recorded.read_bytes()
+        # In pieces, so that a kill can leave half an object.
+        with path.open("wb") as file:
+            for part in range(4):
+                file.write(data[part * len(data) // 4 : (part + 1) * len(data) // 4])
+                file.flush()
+                time.sleep(seconds / 4)
+        record: dict[str, Any] = json.loads(recorded.with_suffix(".json").read_text())
+        return record
+
+    real.compile_plan = compile_plan
+    real.main()
 
 
 def main() -> None:
     root, seconds, locks, *arguments = sys.argv[1:]
     if locks == "worker":
-        worker(Path(root), float(seconds), int(arguments[0]))
+        sys.argv[1:] = arguments
+        worker(Path(root), float(seconds))
         return
     from specplan.tools import cli
     from specplan.tools.build import pool

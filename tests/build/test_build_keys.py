@@ -48,7 +48,7 @@ def before(sources: Path) -> list[dict[str, object]]:
 @pytest.fixture
 def forgetful() -> Iterator[None]:
     """Forget what the key functions remember before and after a test that changes what they look at."""
-    remembered = (keys.tool_versions, keys.host_triple, keys._imports, keys._is_ours, keys.sources)
+    remembered = (keys.tool_versions, keys.host_triple, keys._spec, keys._imports, keys.sources)
     for function in remembered:
         function.cache_clear()
     yield

@@ -14,7 +14,13 @@ import pytest
 
 from specplan.plans import manifest
 
-GATHER, SCATTER = "gather-", "scatter-"
+
+def arguments_of(pack: packs.SmallPack, out: Path) -> tuple[str | Path, ...]:
+    """A build of the small catalog with the certificates of the fixture and no others."""
+    return (
+        *("build", "--catalog", pack.catalog, "--out", out, "--json"),
+        *("--certificates", pack.directory / "certificates"),
+    )
 
 
 def report_of(done: Any) -> Mapping[str, Any]:
@@ -93,7 +99,7 @@ def test_a_second_build_compiles_nothing_and_touches_nothing(
 ) -> None:
     root = small_pack.copy(tmp_path / "pack")
     before = packs.contents(root)
-    done = cli("build", "--catalog", small_pack.catalog, "--out", root, "--json")
+    done = cli(*arguments_of(small_pack, root))
     report = report_of(done)
     assert (report["compiled"], report["reused"], report["linked"]) == (0, 4, 0)
     assert packs.contents(root) == before
@@ -105,7 +111,7 @@ def test_a_changed_family_is_compiled_alone(
     """From a copy of the sources, which has the same keys as the original; then with a comment in gather's kernel."""
     sources = packs.tree(tmp_path / "sources")
     root = small_pack.copy(tmp_path / "pack")
-    arguments = ("build", "--catalog", small_pack.catalog, "--out", root, "--json")
+    arguments = arguments_of(small_pack, root)
     before = packs.contents(root)
     assert report_of(cli(*arguments, env=packs.path_of(sources)))["compiled"] == 0
     assert packs.contents(root) == before
@@ -142,7 +148,7 @@ def test_a_damaged_object_or_library_is_made_again(
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     library = root / packs.ARCH / small_pack.manifest.objects["scatter"].file
     library.write_bytes(library.read_bytes()[:1000])
-    done = cli("build", "--catalog", small_pack.catalog, "--out", root, "--json")
+    done = cli(*arguments_of(small_pack, root))
     report = report_of(done)
     assert (report["compiled"], report["reused"], report["linked"]) == (1, 3, 1), symbol
     assert built(root) == built(small_pack.root)
@@ -174,7 +180,7 @@ def test_a_family_alone_keeps_what_the_pack_holds_of_others(
     shutil.rmtree(root / "objects")
     library = root / packs.ARCH / small_pack.manifest.objects["gather"].file
     library.unlink()
-    arguments = ("build", "--catalog", small_pack.catalog, "--out", root, "--json")
+    arguments = arguments_of(small_pack, root)
     report = report_of(cli(*arguments, "--family", "gather"))
     assert (report["planned"], report["compiled"], report["linked"]) == (2, 2, 1)
     # No object of scatter is there to link again, so its library, plans and cells can only have been kept.
