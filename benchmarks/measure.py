@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from specplan.plans.version import VERSION
 from specplan.tools.certify import driver_version
 
@@ -51,9 +50,7 @@ def graph_times(
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
-def host_times(
-    arms: Mapping[str, Call], *, calls: int = 400, rounds: int = 25
-) -> dict[str, float]:
+def host_times(arms: Mapping[str, Call], *, calls: int = 400, rounds: int = 25) -> dict[str, float]:
     """Median host µs of one call, by arm; the GPU is idle at the start of every round."""
     samples: dict[str, list[float]] = {name: [] for name in arms}
     for round_number in range(rounds + 3):
@@ -80,7 +77,11 @@ class EmptyKernel:
         self.driver = driver
         major, minor = torch.cuda.get_device_capability()
         program = _checked(nvrtc.nvrtcCreateProgram(self.SOURCE, b"empty.cu", 0, [], []))
-        _checked(nvrtc.nvrtcCompileProgram(program, 1, [f"--gpu-architecture=sm_{major}{minor}".encode()]))
+        _checked(
+            nvrtc.nvrtcCompileProgram(
+                program, 1, [f"--gpu-architecture=sm_{major}{minor}".encode()]
+            )
+        )
         image = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
         _checked(nvrtc.nvrtcGetCUBIN(program, image))
         self.module = _checked(driver.cuModuleLoadData(image))
@@ -131,4 +132,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     texts = [[f"{r[n]:.2f}" if isinstance(r[n], float) else str(r[n]) for n in names] for r in rows]
     widths = [max(len(n), *(len(t[i]) for t in texts)) for i, n in enumerate(names)]
     lines = [names, *texts]
-    return "\n".join("  ".join(t.rjust(w) for t, w in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(
+        "  ".join(t.rjust(w) for t, w in zip(line, widths, strict=True)) for line in lines
+    )

@@ -116,7 +116,9 @@ class ExactCase:
 
     measure = "elements that differ"
 
-    def __init__(self, name: str, op: str, arena: Arena, integers: Mapping[str, int], device: torch.device) -> None:
+    def __init__(
+        self, name: str, op: str, arena: Arena, integers: Mapping[str, int], device: torch.device
+    ) -> None:
         self.name = name
         self.op = op
         self.arena = arena

@@ -23,7 +23,9 @@ def extent32() -> Any:
     return cute.sym_int()
 
 
-def tensor(dtype: Any, shape: tuple[Any, ...], stride: tuple[Any, ...], align: int | None = None) -> Any:
+def tensor(
+    dtype: Any, shape: tuple[Any, ...], stride: tuple[Any, ...], align: int | None = None
+) -> Any:
     """A device tensor; ``align`` is the alignment of its base in bytes (default: one element).
 
     All symbols of one tensor must have one width. The compiler (4.8.1) writes a tensor's descriptor as a flat struct and reads it as nested
@@ -31,7 +33,9 @@ def tensor(dtype: Any, shape: tuple[Any, ...], stride: tuple[Any, ...], align: i
     """
     widths = {symbol.width for symbol in (*shape, *stride) if not isinstance(symbol, int)}
     if len(widths) > 1:
-        raise ValueError("a tensor mixes 32- and 64-bit symbols; the compiler would misread its strides")
+        raise ValueError(
+            "a tensor mixes 32- and 64-bit symbols; the compiler would misread its strides"
+        )
     return make_fake_tensor(dtype, shape, stride, assumed_align=align)
 
 

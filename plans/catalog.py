@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
 from specplan.plans import ranges
 from specplan.plans.arch import Arch
 from specplan.plans.cell import Cell
@@ -81,9 +80,7 @@ class Catalog:
                         for splits in block.splits or (
                             family.splits(geometry, requests, tokens, dtype, facts),
                         ):
-                            yield Cell(
-                                block.family, problem, dtype, arch, splits, tokens, requests
-                            )
+                            yield Cell(block.family, problem, dtype, arch, splits, tokens, requests)
 
     def cells(self, arch: str | None = None, family: str | None = None) -> list[Cell]:
         """The cells of one arch and family, or of all."""
@@ -292,7 +289,8 @@ class _Reader:
         )
         if name != f"sm_{major}{minor}a":
             raise self.fail(
-                node, f"{what} does not name capability {major}.{minor}: expected sm_{major}{minor}a"
+                node,
+                f"{what} does not name capability {major}.{minor}: expected sm_{major}{minor}a",
             )
         return Arch(
             name,

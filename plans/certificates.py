@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
 from specplan.plans import ranges
 from specplan.plans.cell import Cell
 from specplan.plans.manifest import Manifest, Use

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,8 @@ class Coverage:
             of_arch[row.state.value] += 1
         return {
             family: {
-                arch: {s.value: c[s.value] for s in State if c[s.value]} for arch, c in archs.items()
+                arch: {s.value: c[s.value] for s in State if c[s.value]}
+                for arch, c in archs.items()
             }
             for family, archs in counts.items()
         }
@@ -95,7 +96,9 @@ def compute(
     complaints: list[str] = []
     for arch in archs:
         directory = packs.get(arch)
-        evidence = certificates.read_all([*directories, *([local_certificates(directory)] if directory else [])], arch)
+        evidence = certificates.read_all(
+            [*directories, *([local_certificates(directory)] if directory else [])], arch
+        )
         judge = _Judge(catalog, directory, evidence)
         if judge.complaint is not None:
             complaints.append(judge.complaint)
@@ -145,8 +148,9 @@ class _Judge:
             return Row(
                 cell, State.STALE, claimed, symbols, "the planning rule gives another plan now"
             )
-        if self.manifest.problems[cell.family][cell.problem] != (
-            self.catalog.problems[cell.family][cell.problem]
+        if (
+            self.manifest.problems[cell.family][cell.problem]
+            != (self.catalog.problems[cell.family][cell.problem])
         ):
             return Row(cell, State.STALE, claimed, symbols, "the problem's geometry changed")
         mismatches = []
@@ -188,9 +192,7 @@ class _Judge:
                         "catalog does not claim"
                     )
         if self.manifest is not None:
-            extra = sum(
-                cell not in self.catalog.claims for cell, _ in self.manifest.cells(family)
-            )
+            extra = sum(cell not in self.catalog.claims for cell, _ in self.manifest.cells(family))
             if extra:
                 complaints.append(
                     f"the {self.manifest.arch} pack has {extra} cells that the catalog does not have"
@@ -198,7 +200,7 @@ class _Judge:
         return complaints
 
 
-@lru_cache(maxsize=None)
+@cache
 def uses_of(plans: tuple[Plan, ...]) -> tuple[Use, ...]:
     """The plans of a cell as the manifest spells them."""
     return tuple(Use(plan.symbol, plan.launch) for plan in plans)

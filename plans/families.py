@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from specplan.plans.family import Family
 
-NAMES = ("scatter", "gather")
+NAMES = ("scatter", "gather", "rollback")
 
 
 def _load() -> Mapping[str, Family]:

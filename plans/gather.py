@@ -7,6 +7,7 @@ checks; tokens choose how many lanes a request takes, so that no thread divides.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from specplan.plans.arch import Arch
 from specplan.plans.plan import Plan
@@ -18,7 +19,7 @@ class Gather:
     name = "gather"
     ops = ("gather",)
     dtypes = ("int32",)
-    geometry = {"next": (1, 128), "draft": (0, 128)}
+    geometry: ClassVar[Mapping[str, tuple[int, int]]] = {"next": (1, 128), "draft": (0, 128)}
 
     def check_problem(self, geometry: Mapping[str, int]) -> str | None:
         return None

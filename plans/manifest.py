@@ -202,7 +202,7 @@ def dumps(manifest: Manifest) -> str:
             symbol: {
                 "family": plan.family,
                 "op": plan.op,
-                "spec": {name: value for name, value in plan.spec},
+                "spec": dict(plan.spec),
                 "signature": plan.signature,
                 "device_code": plan.device_code,
                 "host_code": plan.host_code,
@@ -226,9 +226,7 @@ def dumps(manifest: Manifest) -> str:
                 "splits": group.splits,
                 "automatic": group.automatic,
                 "certified": group.certified,
-                "plans": [
-                    {"symbol": use.symbol, "launch": dict(use.launch)} for use in group.uses
-                ],
+                "plans": [{"symbol": use.symbol, "launch": dict(use.launch)} for use in group.uses],
                 "extent": [
                     {"tokens": ranges.spell(tokens), "requests": ranges.spell(requests)}
                     for tokens, requests in group.extent

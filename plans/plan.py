@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 Constant = int | str | bool
 
@@ -61,7 +61,7 @@ class Plan:
         return _symbol(self.family, self.op, self.arch, self.spec)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _symbol(family: str, op: str, arch: str, spec: tuple[tuple[str, Constant], ...]) -> str:
     # Cached: hundreds of thousands of cells share some hundred symbols.
     parts = [op if op == family else f"{family}_{op}"]

@@ -46,9 +46,7 @@ def spell(values: Iterable[int]) -> str:
                 end += 1
             # Two values are a range only when adjacent; a pair at a larger distance belongs to whatever comes next.
             if end - at >= 2 or step == 1:
-                parts.append(
-                    f"{ordered[at]}..{ordered[end]}" + (f"/{step}" if step != 1 else "")
-                )
+                parts.append(f"{ordered[at]}..{ordered[end]}" + (f"/{step}" if step != 1 else ""))
                 at = end + 1
                 continue
         parts.append(str(ordered[at]))

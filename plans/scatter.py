@@ -8,6 +8,7 @@ takes.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from specplan.plans.arch import Arch
 from specplan.plans.plan import Plan
@@ -19,7 +20,11 @@ class Scatter:
     name = "scatter"
     ops = ("scatter",)
     dtypes = ("int32",)
-    geometry = {"history": (1, 128), "next": (1, 128), "draft": (0, 128)}
+    geometry: ClassVar[Mapping[str, tuple[int, int]]] = {
+        "history": (1, 128),
+        "next": (1, 128),
+        "draft": (0, 128),
+    }
 
     def check_problem(self, geometry: Mapping[str, int]) -> str | None:
         return None

@@ -4,9 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from specplan.gather import Gather
-from specplan.op import Op
+from specplan.plans.manifest import PlanRecord
+from specplan.rollback import Rollback
 from specplan.scatter import Scatter
 
-FAMILIES: Mapping[str, type[Op]] = MappingProxyType({"scatter": Scatter, "gather": Gather})
+if TYPE_CHECKING:
+    from specplan.pack import Pack
+
+
+class RuntimeFamily(Protocol):
+    """A family as an attribute of a pack: an op itself, or a holder of ops."""
+
+    def __call__(self, pack: Pack) -> Any:
+        """The family of one loaded pack."""
+        ...
+
+    def idle_arguments(self, plan: PlanRecord, device: torch.device) -> tuple[Any, ...]:
+        """Arguments of a launch that changes nothing of the caller's, to load a plan's code."""
+        ...
+
+
+FAMILIES: Mapping[str, RuntimeFamily] = MappingProxyType(
+    {"scatter": Scatter, "gather": Gather, "rollback": Rollback}
+)

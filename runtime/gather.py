@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from specplan.op import ARGUMENT_ERRORS, SHAPE_ERRORS, Op, required
 from specplan.plans.manifest import PlanRecord
 from specplan.uncertified import Reason, Uncertified
@@ -78,13 +77,12 @@ class Gather(Op):
         """
         # The body of _admit, written out: a Python call with fifteen arguments costs more than what it does.
         try:
-            function = self._picked.get(
+            function: Any = self._picked.get(
                 (
                     store_next_new_tokens.get_device(),
                     requests,
                     tokens,
                     drafts,
-                    store_next_draft.numel(),
                 )
             )
             flat = requests * tokens
@@ -260,7 +258,6 @@ class Gather(Op):
                 requests,
                 tokens,
                 drafts,
-                store_next_draft.numel(),
             )
             function = self._picked.get(key)
             if function is None:
@@ -298,7 +295,7 @@ class Gather(Op):
     def _first(
         self, key: tuple[int, ...], following: torch.Tensor, draft_store: torch.Tensor
     ) -> Any:
-        device, requests, tokens, drafts, _ = key
+        device, requests, tokens, drafts = key
         width, draft_width = following.size(0), draft_store.size(1)
         if requests < 0:
             return self._declined(Reason.RANGE, f"requests is {requests}, below 0", device)
@@ -309,22 +306,19 @@ class Gather(Op):
         if not 0 <= drafts <= most:
             return self._declined(Reason.RANGE, f"drafts is {drafts}, outside 0..{most}", device)
         # A call with no requests is checked like one with a single request, and launches no work.
-        return self._resolve(
-            key, device, (width, draft_width), "int32", max(1, requests), tokens
-        )
+        return self._resolve(key, device, (width, draft_width), "int32", max(1, requests), tokens)
 
     def _fit(
         self, function: Any, tensors: tuple[torch.Tensor, ...], integers: tuple[int, ...]
     ) -> tuple[Any, tuple[torch.Tensor, ...]] | Uncertified | None:
         self._picked.clear()
-        again = self._admit(*tensors[:2], *tensors[3:], *integers)
+        call: list[Any] = [*tensors[:2], *tensors[3:], *integers]
+        again = self._admit(*call)
         if not again:
             return again  # type: ignore[no-any-return]
         return None if again is function else (again, tensors)
 
-    def _outside(
-        self, device: int, uses: dict[str, tuple[int, int, torch.Tensor]]
-    ) -> Uncertified:
+    def _outside(self, device: int, uses: dict[str, tuple[int, int, torch.Tensor]]) -> Uncertified:
         for name, (begin, count, buffer) in uses.items():
             if begin < 0:
                 return self._declined(Reason.RANGE, f"{name} begins at {begin}, below 0", device)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from specplan import library
 from specplan.errors import (
     ColdCaptureError,
@@ -24,6 +23,7 @@ from specplan.plans import locations, manifest
 from specplan.plans.cell import Cell, nearest
 from specplan.plans.families import FAMILIES as PLANNING
 from specplan.plans.manifest import Group, Manifest, ManifestError, PlanRecord, packs_under
+from specplan.rollback import Rollback
 from specplan.scatter import Scatter
 from specplan.uncertified import Reason, Uncertified
 
@@ -49,7 +49,7 @@ def load(
     Returns
     -------
     Pack
-        With one attribute a family: ``pack.scatter``, ``pack.gather``.
+        With one attribute a family: ``pack.scatter``, ``pack.gather``, ``pack.rollback``.
 
     Raises
     ------
@@ -62,9 +62,7 @@ def load(
         With what was found and the command that mends it.
     """
     wanted = [arch] if arch is not None else visible_archs()
-    places = (
-        [("the path given", Path(path))] if path is not None else list(locations.search_path())
-    )
+    places = [("the path given", Path(path))] if path is not None else list(locations.search_path())
     found: dict[str, Path] = {}
     for _, root in places:
         for name, directory in packs_under(root).items():
@@ -176,13 +174,14 @@ class Picked:
 
 
 class Pack:
-    """The loaded packs of one or more archs. Ops are attributes: ``pack.scatter``, ``pack.gather``.
+    """The loaded packs of one or more archs. Families are attributes: ``pack.scatter``, ``pack.gather``, ``pack.rollback``.
 
     A pack stays usable while the files under it are replaced: its objects are mapped, and a new :func:`load` sees the new ones.
     """
 
     scatter: Scatter
     gather: Gather
+    rollback: Rollback
 
     def __init__(self, packs: Sequence[_ArchPack], *, candidates: bool) -> None:
         self._packs = {pack.manifest.arch: pack for pack in packs}

@@ -9,16 +9,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_FUNCTIONS = {"scatter": "specplan.kernels.scatter.reference", "gather": "specplan.kernels.gather.reference"}
+#: Families whose reference is one function, and families with a module of them, one an op.
+_FUNCTIONS = ("scatter", "gather")
+_MODULES = ("rollback",)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _FUNCTIONS:
-        return getattr(import_module(_FUNCTIONS[name]), name)
-    raise AttributeError(
-        f"specplan.reference has no {name!r}; it has: {', '.join(sorted(_FUNCTIONS))}"
-    )
+    if name not in (*_FUNCTIONS, *_MODULES):
+        raise AttributeError(f"specplan.reference has no {name!r}; it has: {', '.join(__dir__())}")
+    module = import_module(f"specplan.kernels.{name}.reference")
+    return getattr(module, name) if name in _FUNCTIONS else module
 
 
 def __dir__() -> list[str]:
-    return sorted(_FUNCTIONS)
+    return sorted((*_FUNCTIONS, *_MODULES))

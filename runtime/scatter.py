@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from specplan.op import ARGUMENT_ERRORS, SHAPE_ERRORS, Op, required
 from specplan.plans.manifest import PlanRecord
 from specplan.uncertified import Reason, Uncertified
@@ -77,12 +76,11 @@ class Scatter(Op):
         # The body of _admit, written out: a Python call with ten arguments costs more than what it does.
         try:
             held, width = new_tokens.shape
-            function = self._picked.get(
+            function: Any = self._picked.get(
                 (
                     new_tokens.get_device(),
                     rows,
                     width,
-                    store_new_tokens.numel(),
                     store_next_draft.numel(),
                 )
             )
@@ -215,7 +213,6 @@ class Scatter(Op):
                 new_tokens.get_device(),
                 rows,
                 width,
-                store_new_tokens.numel(),
                 store_next_draft.numel(),
             )
             function = self._picked.get(key)
@@ -251,17 +248,13 @@ class Scatter(Op):
         # The outputs may differ in rows as long as each holds the rows moved; the module takes them with equal ones.
         if all(isinstance(t, torch.Tensor) and t.dim() and t.size(0) >= end for t in outputs):
             narrowed = tuple(t[:end] for t in outputs)
-        again = self._admit(
-            *narrowed,
-            slots,
-            store_new_tokens,
-            store_next_new_tokens,
-            store_next_draft,
-            *integers,
-        )
+        call: list[Any] = [*narrowed, slots, store_new_tokens, store_next_new_tokens]
+        again = self._admit(*call, store_next_draft, *integers)
         if not again:
             return again  # type: ignore[no-any-return]
-        if again is function and all(a.shape == b.shape for a, b in zip(narrowed, outputs, strict=True)):
+        if again is function and all(
+            a.shape == b.shape for a, b in zip(narrowed, outputs, strict=True)
+        ):
             return None
         return again, (*narrowed, *tensors[4:])
 

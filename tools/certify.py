@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-
 from specplan.plans import certificates, ranges
 from specplan.plans.catalog import Catalog
 from specplan.plans.cell import Cell
@@ -36,7 +35,8 @@ SUITE = (
     "captured in a CUDA graph, replayed 3 times with every input rewritten in place",
     "declined calls write nothing",
 )
-#: Cells whose cases share one graph: enough to spread the cost of a capture, little enough to keep memory small.
+#: Cells whose cases share one graph: enough to spread the cost of a capture, little enough to keep memory small. A family whose cases are
+#: large says less, as ``CELLS_A_GRAPH`` in its cases.
 BATCH = 32
 REPLAYS = 3
 
@@ -55,7 +55,12 @@ class Shard:
     @classmethod
     def parse(cls, text: str) -> Shard:
         left, slash, right = text.partition("/")
-        if not slash or not left.isdigit() or not right.isdigit() or not 1 <= int(left) <= int(right):
+        if (
+            not slash
+            or not left.isdigit()
+            or not right.isdigit()
+            or not 1 <= int(left) <= int(right)
+        ):
             raise click.BadParameter(f"{text!r} is not I/N with 1 <= I <= N", param_hint="--shard")
         return cls(int(left), int(right))
 
@@ -79,9 +84,8 @@ def certify_main(
     """``specplan certify``; returns the exit code."""
     part = Shard.parse(shard)
     try:
-        import torch
-
         import specplan
+        import torch
     except ImportError as error:
         click.echo(f"error: {error}; pip install 'specplan[certify]'", err=True)
         return 1
@@ -104,11 +108,15 @@ def certify_main(
     try:
         pack = specplan.load(root, arch=found, candidates=True)
         pack.prepare(device)
-        directory = out / found if out is not None else (
-            local_certificates(packs_under(root)[found]) / found
+        directory = (
+            out / found
+            if out is not None
+            else (local_certificates(packs_under(root)[found]) / found)
         )
         directory.mkdir(parents=True, exist_ok=True)
-        for family in families or [f for f in catalog.problems if f in pack.manifest(found).objects]:
+        for family in families or [
+            f for f in catalog.problems if f in pack.manifest(found).objects
+        ]:
             cells = [
                 cell
                 for cell in catalog.cells(found, family)
@@ -150,6 +158,7 @@ class FamilyRun:
         self.path = directory / f"{family}{shard.suffix}.yaml"
         self.progress_path = directory / f".{family}{shard.suffix}.partial.jsonl"
         self.start = time.monotonic()
+        self.batch: int = getattr(self.cases, "CELLS_A_GRAPH", BATCH)
 
     def certify(self, cells: Sequence[Cell]) -> Path:
         """Run every cell, resuming where an interrupted run stopped, and write the certificate."""
@@ -164,8 +173,8 @@ class FamilyRun:
         with self.progress_path.open("a", encoding="utf-8") as log:
             if not results:
                 log.write(json.dumps(self.binding()) + "\n")
-            for at in range(0, len(todo), BATCH):
-                batch = todo[at : at + BATCH]
+            for at in range(0, len(todo), self.batch):
+                batch = todo[at : at + self.batch]
                 for cell, result in self.run_batch(batch, uses):
                     results[cell] = result
                     log.write(json.dumps([*_key(cell), *vars(result).values()]) + "\n")
@@ -176,7 +185,7 @@ class FamilyRun:
         return self.path
 
     def tell(self, done: int, total: int) -> None:
-        if sys.stderr.isatty() or done == total or (done // BATCH) % 64 == 0:
+        if sys.stderr.isatty() or done == total or (done // self.batch) % 64 == 0:
             spent = time.monotonic() - self.start
             left = spent / max(1, done) * (total - done)
             click.echo(f"{self.family}: {done}/{total} cells, about {left:.0f} s left", err=True)
@@ -269,7 +278,9 @@ class FamilyRun:
             (picked.cell.requests, picked.cell.tokens, picked.cell.splits, picked.cell.dtype)
             != (cell.requests, cell.tokens, cell.splits, cell.dtype)
         ):
-            raise CertificationError(f"{cell}: case {case.name!r} comes to another cell, {picked.cell}")
+            raise CertificationError(
+                f"{cell}: case {case.name!r} comes to another cell, {picked.cell}"
+            )
 
     def check_declined(self) -> None:
         """Calls that must be declined: the answer is falsy and no byte changes."""
@@ -360,10 +371,10 @@ class FamilyRun:
         )
 
 
-def _op(pack: Any, family: str, op: str) -> Callable[..., Any]:
+def _op(pack: Any, family: str, op: str) -> Any:
+    """An op by name: the family itself, or one of the ops that it holds."""
     owner = getattr(pack, family)
-    found: Callable[..., Any] = owner if op == family else getattr(owner, op)
-    return found
+    return owner if op == family else getattr(owner, op)
 
 
 def _key(cell: Cell) -> tuple[Any, ...]:

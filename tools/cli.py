@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
-
-from specplan.plans import certificates, locations, manifest
 from specplan.plans import catalog as catalogs
+from specplan.plans import certificates, locations, manifest
 from specplan.plans.catalog import Catalog, CatalogError
 from specplan.plans.cell import Cell, State, nearest
 from specplan.plans.certificates import CertificateError
@@ -115,12 +114,20 @@ def main() -> None:
 
 
 @main.command("build")
-@click.option("--arch", "archs", multiple=True, default=("all",), help="Compile target, or 'all'. Repeatable.")
+@click.option(
+    "--arch", "archs", multiple=True, default=("all",), help="Compile target, or 'all'. Repeatable."
+)
 @click.option("--family", "families", multiple=True, help="Only this family. Repeatable.")
 @click.option("--jobs", type=click.IntRange(1), help="Compile processes; default: one a CPU.")
-@click.option("--out", type=click.Path(path_type=Path), help="Output directory; default: $SPECPLAN_PACKS or the per-user directory.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Output directory; default: $SPECPLAN_PACKS or the per-user directory.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what would be compiled; write nothing.")
-@click.option("--keep-going", is_flag=True, help="Go on after a plan fails; write packs without it.")
+@click.option(
+    "--keep-going", is_flag=True, help="Go on after a plan fails; write packs without it."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @_option_catalog()
 @_option_certificates()
@@ -236,9 +243,18 @@ class _Progress:
 
 
 @main.command("coverage")
-@click.option("--arch", "archs", multiple=True, help="Only this arch, or 'all'. Repeatable. Default: the archs that have a pack; with --strict all.")
+@click.option(
+    "--arch",
+    "archs",
+    multiple=True,
+    help="Only this arch, or 'all'. Repeatable. Default: the archs that have a pack; with --strict all.",
+)
 @click.option("--family", help="Only this family.")
-@click.option("--strict", is_flag=True, help="Every arch of the catalog must be built, and no evidence may be without a claim.")
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Every arch of the catalog must be built, and no evidence may be without a claim.",
+)
 @click.option("--json", "form", flag_value="json", help="Print JSON.")
 @click.option("--markdown", "form", flag_value="markdown", help="Print a Markdown table.")
 @_option_packs()
@@ -381,7 +397,9 @@ def verify_command(as_json: bool, packs: Path | None) -> None:
 
 @main.command("explain")
 @click.argument("family")
-@click.argument("assignments", nargs=-1, metavar="requests=R tokens=T problem=P [splits=S] [dtype=D]")
+@click.argument(
+    "assignments", nargs=-1, metavar="requests=R tokens=T problem=P [splits=S] [dtype=D]"
+)
 @click.option("--arch", required=True, help="Arch to decide for.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_option_packs()
@@ -423,11 +441,16 @@ def explain_command(
     if complaint is None and requests >= 1:
         chosen = planning.splits(geometry, requests, tokens, dtype, catalog.archs[arch])
         steps.append(
-            ("splits", f"{splits} as asked" if splits else f"{chosen} by the planning rule for {arch}")
+            (
+                "splits",
+                f"{splits} as asked" if splits else f"{chosen} by the planning rule for {arch}",
+            )
         )
         splits = splits or chosen
     cell = Cell(family, problem, dtype, arch, splits or 1, tokens, requests)
-    answer, state = _decide(catalog, cell, _root(packs), _evidence(certificate_path), steps, complaint)
+    answer, state = _decide(
+        catalog, cell, _root(packs), _evidence(certificate_path), steps, complaint
+    )
     if as_json:
         body = {"cell": cell.as_dict(), "steps": dict(steps), "state": state, "runs": answer}
         click.echo(json.dumps(body, indent=1))
@@ -495,9 +518,7 @@ def _assignments(items: Sequence[str]) -> dict[str, str]:
     for item in items:
         name, equals, value = item.partition("=")
         if not equals or name not in known:
-            raise click.UsageError(
-                f"{item!r} is not NAME=VALUE with a name of {', '.join(known)}"
-            )
+            raise click.UsageError(f"{item!r} is not NAME=VALUE with a name of {', '.join(known)}")
         values[name] = value
     return values
 
@@ -506,7 +527,12 @@ def _assignments(items: Sequence[str]) -> dict[str, str]:
 
 
 @main.command("gc")
-@click.option("--older-than", default=3600, show_default=True, help="Only files that are older than this many seconds.")
+@click.option(
+    "--older-than",
+    default=3600,
+    show_default=True,
+    help="Only files that are older than this many seconds.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what would be deleted.")
 @_option_packs()
 def gc_command(older_than: int, dry_run: bool, packs: Path | None) -> None:
@@ -547,29 +573,44 @@ def gc_command(older_than: int, dry_run: bool, packs: Path | None) -> None:
 
 
 @main.group("certify", invoke_without_command=True)
-@click.option("--arch", default="auto", show_default=True, help="Arch to certify; 'auto' is that of the GPU.")
+@click.option(
+    "--arch", default="auto", show_default=True, help="Arch to certify; 'auto' is that of the GPU."
+)
 @click.option("--family", "families", multiple=True, help="Only this family. Repeatable.")
 @click.option("--problem", "problems", multiple=True, help="Only this problem. Repeatable.")
-@click.option("--requests", help="Only these requests, for example 1..8. What is left out is not certified.")
+@click.option(
+    "--requests", help="Only these requests, for example 1..8. What is left out is not certified."
+)
 @click.option("--shard", default="1/1", show_default=True, help="I/N: certify the I-th of N parts.")
-@click.option("--out", type=click.Path(path_type=Path), help="Directory for the certificates; default: beside the pack.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Directory for the certificates; default: beside the pack.",
+)
 @click.option("--device", default=0, show_default=True, help="CUDA device index.")
 @_option_packs()
 @_option_catalog()
 @click.pass_context
-def certify_command(context: click.Context, **options: Any) -> None:
+def certify_command(context: click.Context, /, **options: Any) -> None:
     """Check every cell of the catalog on this machine's GPU and write certificates."""
     if context.invoked_subcommand is None:
         from specplan.tools.certify import certify_main
 
         catalog = _catalog(options.pop("catalog_path"))
         families = _family_names(options.pop("families"))
-        sys.exit(certify_main(catalog, families=families, root=_root(options.pop("packs")), **options))
+        sys.exit(
+            certify_main(catalog, families=families, root=_root(options.pop("packs")), **options)
+        )
 
 
 @certify_command.command("merge")
 @click.argument("parts", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory of certificates to write.")
+@click.option(
+    "--out",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Directory of certificates to write.",
+)
 def certify_merge_command(parts: Sequence[Path], out: Path) -> None:
     """Join the certificates of shards that ran on the same kind of device with the same pack."""
     from specplan.tools.merge import MergeError, merge

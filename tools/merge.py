@@ -56,7 +56,9 @@ def _join(left_path: Path, left: Certificate, right_path: Path, right: Certifica
                 raise MergeError(f"{left_path} and {right_path} differ in {what[:-1]} {name}")
     twice = set(left.table) & set(right.table)
     if twice:
-        raise MergeError(f"{left_path} and {right_path} both have {len(twice)} cells, such as {min(twice)}")
+        raise MergeError(
+            f"{left_path} and {right_path} both have {len(twice)} cells, such as {min(twice)}"
+        )
     return replace(
         left,
         date=max(left.date, right.date),

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-
 from specplan.kernels.case import Arena, ExactCase
 from specplan.kernels.gather.reference import gather
 
@@ -136,7 +135,9 @@ def declined(device: torch.device) -> Iterator[tuple[str, dict[str, Any], torch.
         yield changed(f"{name} begins below 0", **{f"{name}_begin": -1})
         yield changed(f"{name} begins too far on", **{f"{name}_begin": 1})
     yield changed("a store has other slots", store_lens=lambda t: t[:-1])
-    yield changed("a store's last dimension is not 1", store_next_new_tokens=lambda t: t.expand(8, -1, 2))
+    yield changed(
+        "a store's last dimension is not 1", store_next_new_tokens=lambda t: t.expand(8, -1, 2)
+    )
     yield changed("the draft store is transposed", store_next_draft=lambda t: t.T.contiguous().T)
     yield changed("no tokens", tokens=0)
     yield changed("more tokens than the store is wide", tokens=9)

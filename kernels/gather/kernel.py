@@ -44,7 +44,6 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
-
 from specplan.kernels import fakes, words
 from specplan.plans.plan import Plan
 

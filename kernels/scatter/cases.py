@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-
 from specplan.kernels.case import Arena, ExactCase
 from specplan.kernels.scatter.reference import scatter
 
@@ -77,9 +76,7 @@ def checks(
     device: torch.device,
 ) -> Iterator[ScatterCase]:
     """The cases that a cell must pass."""
-    yield ScatterCase(
-        "dense", geometry, device, rows=requests, widths=(tokens, tokens, tokens - 1)
-    )
+    yield ScatterCase("dense", geometry, device, rows=requests, widths=(tokens, tokens, tokens - 1))
     yield ScatterCase(
         "middle rows, strided, wider next and draft outputs",
         geometry,
@@ -157,7 +154,9 @@ def declined(device: torch.device) -> Iterator[tuple[str, dict[str, Any], torch.
     yield changed("the slot table is short", slots=lambda t: t[:3])
     yield changed("the slot table has two dimensions", slots=lambda t: t.reshape(2, 3))
     yield changed("a store has other slots", store_lens=lambda t: t[:-1])
-    yield changed("a store's last dimension is not 1", store_new_tokens=lambda t: t.expand(8, -1, 2))
+    yield changed(
+        "a store's last dimension is not 1", store_new_tokens=lambda t: t.expand(8, -1, 2)
+    )
     yield changed("the store's width is in no problem", store_new_tokens=lambda t: t[:7])
     yield changed("more requests than any cell", rows=257)
     yield changed("not a tensor", new_tokens=None)

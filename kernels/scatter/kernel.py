@@ -45,7 +45,6 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
-
 from specplan.kernels import fakes, words
 from specplan.plans.plan import Plan
 
@@ -140,7 +139,11 @@ def lower(plan: Plan) -> tuple[Any, tuple[Any, ...]]:
             store_next_draft.iterator,
             (new_tokens.shape[1], next_new_tokens.shape[1], next_draft_tokens.shape[1]),
             (new_tokens.stride[0], next_new_tokens.stride[0], next_draft_tokens.stride[0]),
-            (store_new_tokens.stride[0], store_next_new_tokens.stride[0], store_next_draft.stride[0]),
+            (
+                store_new_tokens.stride[0],
+                store_next_new_tokens.stride[0],
+                store_next_draft.stride[0],
+            ),
             store_lens.shape[0],
             row_begin,
             rows,

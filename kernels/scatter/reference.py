@@ -38,8 +38,6 @@ def scatter(
     column = torch.arange(history.shape[1], device=history.device)
     history = torch.where(column < n[:, None], history, torch.zeros_like(history))
     store_new_tokens[:, where, 0] = history.T
-    store_next_new_tokens[:, where, 0] = padded(
-        next_new_tokens, store_next_new_tokens.shape[0]
-    ).T
+    store_next_new_tokens[:, where, 0] = padded(next_new_tokens, store_next_new_tokens.shape[0]).T
     store_next_draft[where] = padded(next_draft_tokens, store_next_draft.shape[1])
     store_lens[where] = n

@@ -15,9 +15,8 @@ import argparse
 from importlib import import_module
 from pathlib import Path
 
-import torch
-
 import specplan
+import torch
 from specplan.plans.catalog import load as load_catalog
 
 POINTS = ((1, 1), (3, 2), (8, 8), (64, 4), (256, 8))
@@ -62,7 +61,11 @@ def unwritten(pack: specplan.Pack, device: torch.device, control: bool) -> int:
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int32, device=device)
 
-        new, following, drafts = empty(outputs, tokens), empty(outputs, tokens), empty(outputs, tokens - 1)
+        new, following, drafts = (
+            empty(outputs, tokens),
+            empty(outputs, tokens),
+            empty(outputs, tokens - 1),
+        )
         lens, slots = empty(outputs), empty(requests + 2)
         lens[3 : 3 + requests] = lens_host.to(device, torch.int32)
         slots[:requests] = torch.randperm(size)[:requests].to(device, torch.int32)
@@ -76,15 +79,34 @@ def unwritten(pack: specplan.Pack, device: torch.device, control: bool) -> int:
         (specplan.reference.scatter if control else pack.scatter.require)(*arguments)
         moved = slots[:requests].long()
         history = stores[0][:, moved, 0].T.cpu()
-        wanted = torch.where(torch.arange(8) < torch.minimum(lens_host, torch.tensor(tokens))[:, None], 7, 0)
+        wanted = torch.where(
+            torch.arange(8) < torch.minimum(lens_host, torch.tensor(tokens))[:, None], 7, 0
+        )
         if not torch.equal(history, wanted.int()):
             raise SystemExit(f"scatter {requests}x{tokens}: wrong history")
         if not control:
             positions = empty(requests * tokens + 2)
             positions[: requests * tokens] = slots[:requests].repeat_interleave(tokens)
-            outs = (empty(requests * tokens), empty(max(1, requests * (tokens - 1))), empty(requests * tokens), empty(requests))
+            outs = (
+                empty(requests * tokens),
+                empty(max(1, requests * (tokens - 1))),
+                empty(requests * tokens),
+                empty(requests),
+            )
             pack.gather.require(
-                stores[1], stores[3], stores[2], slots, positions, *outs, 0, 0, 0, 0, requests, tokens, tokens - 1
+                stores[1],
+                stores[3],
+                stores[2],
+                slots,
+                positions,
+                *outs,
+                0,
+                0,
+                0,
+                0,
+                requests,
+                tokens,
+                tokens - 1,
             )
             if not torch.equal(outs[3].cpu(), (lens_host - tokens).int()):
                 raise SystemExit(f"gather {requests}x{tokens}: wrong kv offsets")
@@ -96,12 +118,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--packs", type=Path)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--unwritten", action="store_true")
     parser.add_argument("--control", action="store_true")
     options = parser.parse_args()
     device = torch.device("cuda", 0)
     pack = specplan.load(options.packs, candidates=True)
     pack.prepare()
-    calls = 0 if options.control else spread(pack, device, options.quick)
+    calls = 0 if options.control or options.unwritten else spread(pack, device, options.quick)
     calls += unwritten(pack, device, options.control)
     torch.cuda.synchronize()
     print(f"{calls} calls, every result as the reference gives it")

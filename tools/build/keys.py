@@ -12,7 +12,7 @@ import json
 import platform
 import sys
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import metadata
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -47,7 +47,7 @@ def options(plan: Plan) -> str:
     return f"--enable-tvm-ffi --gpu-arch {plan.arch} --opt-level 3"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _spec(name: str) -> ModuleSpec | None:
     """Where a module lies, without running it or its packages: a package that cannot be imported here still has sources."""
     parent = name.rpartition(".")[0]
@@ -64,7 +64,7 @@ def _spec(name: str) -> ModuleSpec | None:
     return None
 
 
-@lru_cache(maxsize=None)
+@cache
 def _imports(module: str) -> tuple[str, frozenset[str]]:
     """Source digest of one module of this package, and the modules of this package that it imports."""
     spec = _spec(module)
@@ -87,7 +87,7 @@ def _imports(module: str) -> tuple[str, frozenset[str]]:
     return hashlib.sha256(source).hexdigest(), ours
 
 
-@lru_cache(maxsize=None)
+@cache
 def sources(family: str) -> Mapping[str, str]:
     """sha256 of every source file that a family's device code can reach by import, by module name."""
     found: dict[str, str] = {}

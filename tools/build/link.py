@@ -35,9 +35,7 @@ def linker_version() -> str:
             [*compiler(), "-Wl,--version"], capture_output=True, text=True, check=False
         ).stdout
     except OSError as error:
-        raise LinkError(
-            f"no C compiler to link with ({error}); install gcc or set CC"
-        ) from error
+        raise LinkError(f"no C compiler to link with ({error}); install gcc or set CC") from error
     return output.partition("\n")[0].strip() or "unknown linker"
 
 
@@ -96,7 +94,9 @@ def link(objects: Sequence[Path], output: Path) -> None:
         output.unlink(missing_ok=True)
         if os.strerror(errno.ENOSPC) in done.stderr:
             raise OSError(errno.ENOSPC, done.stderr.strip())
-        raise LinkError(f"linking {output.name} failed: {done.stderr.strip() or done.stdout.strip()}")
+        raise LinkError(
+            f"linking {output.name} failed: {done.stderr.strip() or done.stdout.strip()}"
+        )
 
 
 _X86 = (
@@ -171,6 +171,8 @@ def signatures(shared: Path, symbols: Sequence[str]) -> dict[str, str]:
     for symbol in symbols:
         match = re.search(r"`(.*)`", found.get(symbol, ""), re.DOTALL)
         if match is None:
-            raise LinkError(f"{shared.name}: {symbol} did not refuse an empty call with its signature")
+            raise LinkError(
+                f"{shared.name}: {symbol} did not refuse an empty call with its signature"
+            )
         texts[symbol] = " ".join(match[1].split())
     return texts

@@ -72,9 +72,7 @@ class Report:
             "compiled": self.compiled,
             "reused": self.reused,
             "linked": self.linked,
-            "failed": [
-                {"symbol": f.symbol, "error": f.error, "log": f.log} for f in self.failed
-            ],
+            "failed": [{"symbol": f.symbol, "error": f.error, "log": f.log} for f in self.failed],
             "spilled": self.spilled,
             "seconds": round(self.seconds, 3),
         }
@@ -175,7 +173,14 @@ def build(
                 return report
             for target in wanted:
                 _write_pack(
-                    catalog, out, target, digests, records, report, families, certificate_directories
+                    catalog,
+                    out,
+                    target,
+                    digests,
+                    records,
+                    report,
+                    families,
+                    certificate_directories,
                 )
     report.spilled = sorted(s for s, record in records.items() if record["spills"])
     report.seconds = time.monotonic() - start
@@ -377,9 +382,7 @@ def _write_pack(
         {**(old.problems if old is not None and families else {}), **catalog.problems},
         (),
     )
-    entries = [
-        entry for entry in target.cells if all(use.symbol in plans for use in entry[1])
-    ]
+    entries = [entry for entry in target.cells if all(use.symbol in plans for use in entry[1])]
     if old is not None and families:
         entries += [
             (cell, group.uses, group.automatic)

@@ -5,6 +5,7 @@ A worker that dies takes only the plan at hand with it: that plan fails with its
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -180,10 +181,8 @@ class _Worker:
     def close(self) -> None:
         os.close(self.answers)
         if self.process.stdin is not None:
-            try:
+            with contextlib.suppress(OSError):
                 self.process.stdin.close()
-            except OSError:
-                pass
         self.process.kill()
         self.process.wait()
 

@@ -37,17 +37,19 @@ def compile_plan(plan: Plan, options: str, path: Path) -> dict[str, Any]:
     function, arguments = module.lower(plan)
     compiled = cute.compile(function, *arguments, options=options)
     if not hasattr(compiled, "export_to_c"):
-        raise RuntimeError(f"the compiler returned {type(compiled).__name__}, not an exportable function")
+        raise RuntimeError(
+            f"the compiler returned {type(compiled).__name__}, not an exportable function"
+        )
     # The host side of the launch (grid, cluster, argument checks) before it is lowered to this machine's instructions. It
     # holds the device code too, so it is the widest statement of what the plan does that does not depend on the host.
     host_code = hashlib.sha256(str(compiled.ir_module).encode()).hexdigest()
-    compiled.export_to_c(
-        str(path), function_name=plan.symbol, export_only_tvm_ffi_symbols=True
-    )
+    compiled.export_to_c(str(path), function_name=plan.symbol, export_only_tvm_ffi_symbols=True)
     data = path.read_bytes()
     found = [device_code.read(image) for image in device_code.images(data)]
     if len(found) != 1:
-        raise RuntimeError(f"expected one device image in the object of {plan.symbol}, found {len(found)}")
+        raise RuntimeError(
+            f"expected one device image in the object of {plan.symbol}, found {len(found)}"
+        )
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return {

@@ -1,0 +1,1 @@
+"""Rollback of a verify step's writes: device code, reference, cases. Nothing is imported here."""
