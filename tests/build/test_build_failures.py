@@ -241,16 +241,18 @@ def fill(directory: Path, leave: int) -> Path:
     return ballast
 
 
-@pytest.mark.parametrize("leave", [0, 40_000, 200_000], ids=["object", "second object", "library"])
+@pytest.mark.parametrize("objects", [0, 1, 2], ids=["object", "second object", "library"])
 def test_a_full_disk_is_one_clear_error_and_the_old_pack_stays(
-    small_pack: packs.SmallPack, tmp_path: Path, leave: int
+    small_pack: packs.SmallPack, tmp_path: Path, objects: int
 ) -> None:
+    """The disk has room for so many objects of gather, of which there are two, and half of what comes next."""
+    size = max(p.object_size for p in small_pack.manifest.plans.values() if p.family == "gather")
     with mounted(tmp_path / "disk", 4_000_000) as disk:
         root = disk / "pack"
         done = packs.run(replayed(small_pack, root, "--family", "scatter"))
         assert done.returncode == 0, done.stderr
         old = packs.whole(root)
-        ballast = fill(disk, leave)
+        ballast = fill(disk, objects * (size + 8_192) + size // 2)
         done = packs.run(replayed(small_pack, root))
         assert done.returncode == 1
         (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
