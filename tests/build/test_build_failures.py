@@ -15,7 +15,6 @@ from pathlib import Path
 
 import packs
 import pytest
-
 from specplan.plans import manifest
 
 REPLAY = Path(__file__).with_name("replay.py")
@@ -64,7 +63,10 @@ def test_without_keep_going_a_failed_plan_leaves_the_old_pack(
         env=packs.path_of(failing),
     )
     assert done.returncode == 1
-    assert "failed: gather__next4__draft3__lanes2__sm_90a: ValueError: a plan that cannot" in done.stderr
+    assert (
+        "failed: gather__next4__draft3__lanes2__sm_90a: ValueError: a plan that cannot"
+        in done.stderr
+    )
     assert packs.contents(root / packs.ARCH) == before
     packs.whole(root)
 
@@ -81,7 +83,9 @@ def test_with_keep_going_the_other_plans_are_built_and_logs_say_why(
         if plan.family == "scatter" and dict(plan.spec)["history"] == 4:
             for end in ("o", "json"):
                 name = f"{keys.digest(plan.key)}.{end}"
-                (root / "objects" / name).write_bytes((small_pack.root / "objects" / name).read_bytes())
+                (root / "objects" / name).write_bytes(
+                    (small_pack.root / "objects" / name).read_bytes()
+                )
     done = cli(
         *("build", "--catalog", small_pack.catalog, "--out", root, "--jobs", "1"),
         *("--keep-going", "--json"),

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import packs
 import pytest
-
 from specplan.plans.plan import Plan
 from specplan.tools.build import keys
 
-PLAN = Plan("scatter", "scatter", "sm_90a", (("history", 4), ("next", 4), ("draft", 3), ("lanes", 4)))
+PLAN = Plan(
+    "scatter", "scatter", "sm_90a", (("history", 4), ("next", 4), ("draft", 3), ("lanes", 4))
+)
 
 #: Prints the keys of one plan of each family, as the tree on the path makes them.
 PRINT = """

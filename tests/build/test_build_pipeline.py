@@ -11,7 +11,6 @@ from typing import Any
 
 import packs
 import pytest
-
 from specplan.plans import manifest
 
 
@@ -31,7 +30,9 @@ def report_of(done: Any) -> Mapping[str, Any]:
 
 def built(root: Path) -> dict[str, bytes]:
     """What a pack of this arch is read from, by name."""
-    return {path.name: path.read_bytes() for path in (root / packs.ARCH).iterdir() if path.is_file()}
+    return {
+        path.name: path.read_bytes() for path in (root / packs.ARCH).iterdir() if path.is_file()
+    }
 
 
 def test_the_report_has_its_shape_and_its_counts(small_pack: packs.SmallPack) -> None:
@@ -211,7 +212,11 @@ def test_a_family_alone_in_a_new_pack_builds_that_family_only(
     ],
 )
 def test_wrong_usage_is_exit_2_with_the_nearest_spelling(
-    small_pack: packs.SmallPack, cli: packs.Cli, tmp_path: Path, arguments: tuple[str, ...], said: str
+    small_pack: packs.SmallPack,
+    cli: packs.Cli,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    said: str,
 ) -> None:
     done = cli("build", "--catalog", small_pack.catalog, "--out", tmp_path / "pack", *arguments)
     assert done.returncode == 2
@@ -221,9 +226,6 @@ def test_wrong_usage_is_exit_2_with_the_nearest_spelling(
 
 def test_the_script_is_the_same_command(small_pack: packs.SmallPack, tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "build_plans.py"
-    done = packs.run(
-        [sys.executable, str(script), "--catalog", str(small_pack.catalog), "--dry-run", "--json"]
-        + ["--out", str(small_pack.root)],
-        cwd=tmp_path,
-    )
+    arguments = ("--catalog", small_pack.catalog, "--out", small_pack.root, "--dry-run", "--json")
+    done = packs.run([sys.executable, str(script), *map(str, arguments)], cwd=tmp_path)
     assert report_of(done)["reused"] == 4

@@ -99,9 +99,7 @@ def test_declined_calls_cover_every_rule_of_the_contract() -> None:
     rules = [f"{name} is {kind}" for name in NINE for kind in ("int64", "float32")]
     rules += [f"{name} has one dimension more" for name in NINE]
     rules += [f"{name} is short" for name in NINE[3:]]
-    rules += [
-        f"{name} begins {where}" for name in NINE[5:] for where in ("below 0", "too far on")
-    ]
+    rules += [f"{name} begins {where}" for name in NINE[5:] for where in ("below 0", "too far on")]
     rules += [
         "a store has other slots",
         "a store's last dimension is not 1",

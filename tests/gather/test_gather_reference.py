@@ -57,9 +57,7 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
         return torch.randint(-(1 << 31), 1 << 31, shape, generator=generator).int()
 
     def indices(count: int) -> torch.Tensor:
-        index = st.one_of(
-            st.integers(-2, size + 1), st.sampled_from([-(1 << 31), (1 << 31) - 1])
-        )
+        index = st.one_of(st.integers(-2, size + 1), st.sampled_from([-(1 << 31), (1 << 31) - 1]))
         more = draw(st.integers(0, 2))
         values = draw(st.lists(index, min_size=count + more, max_size=count + more))
         return torch.tensor(values, dtype=torch.int32)

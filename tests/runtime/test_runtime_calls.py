@@ -303,7 +303,7 @@ def test_a_cuda_error_is_a_launch_error(
     for stub in functions.values():
         stub.fails = cause
     for call in (getattr(pack, family), getattr(pack, family).bind):
-        with pytest.raises(specplan.LaunchError, match="error 700.*sticky") as caught:
+        with pytest.raises(specplan.LaunchError, match=r"error 700.*sticky") as caught:
             call(**CALLS[family]())
         assert caught.value.__cause__ is cause
         assert caught.value.reason == "launch"

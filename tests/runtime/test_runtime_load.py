@@ -120,7 +120,7 @@ def test_without_an_arch_the_packs_of_the_visible_devices_are_loaded(
     assert pack_module.visible_archs() == ["sm_90a", "sm_100a"]
     assert specplan.load(small_pack.root).archs == ("sm_90a",)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: (10, 0))
-    with pytest.raises(specplan.PackNotFoundError, match="no pack for sm_100a.*found: sm_90a"):
+    with pytest.raises(specplan.PackNotFoundError, match=r"no pack for sm_100a.*found: sm_90a"):
         specplan.load(small_pack.root)
 
 

@@ -171,7 +171,7 @@ def test_the_compiled_modules_refuse_wrong_calls_before_any_cuda_call(real: spec
     for arguments in ((), (*good, 0), (*good, 0, 1, 2)):
         with pytest.raises(TypeError, match=signature):
             picked.function(*arguments)
-    with pytest.raises((TypeError, ValueError), match="[Dd]evice"):
+    with pytest.raises((TypeError, ValueError), match=r"[Dd]evice"):
         picked.function(*good, 0, 1)
     for index, wrong, said in (
         (0, zeros(2), "new_tokens"),

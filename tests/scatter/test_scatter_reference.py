@@ -43,7 +43,11 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
     history, following, size = (draw(st.integers(1, 5)) for _ in range(3))
     drafts = draw(st.integers(0, 5))
     a, b, c = (draw(st.integers(0, 7)) for _ in range(3))
-    row_begin, rows, extra = draw(st.integers(0, 3)), draw(st.integers(0, size)), draw(st.integers(0, 2))
+    row_begin, rows, extra = (
+        draw(st.integers(0, 3)),
+        draw(st.integers(0, size)),
+        draw(st.integers(0, 2)),
+    )
     held = row_begin + rows + extra
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
 
@@ -54,7 +58,9 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
     slots = draw(st.permutations(range(size)))[:rows]
     outside = draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
     beyond = [size, -1, size + 3, -(1 << 31), (1 << 31) - 1]
-    slots = [beyond[r % 5] if out else s for r, (s, out) in enumerate(zip(slots, outside, strict=True))]
+    slots = [
+        beyond[r % 5] if out else s for r, (s, out) in enumerate(zip(slots, outside, strict=True))
+    ]
     uneven = draw(st.integers(0, 2))
     return {
         "new_tokens": words(held, a),
