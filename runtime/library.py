@@ -10,7 +10,6 @@ from functools import lru_cache
 from importlib import import_module, metadata, util
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from specplan.errors import PackVersionError, RuntimeLibraryError
 from specplan.plans.manifest import Manifest
@@ -108,7 +107,8 @@ def check_versions(pack: Manifest, where: Path) -> None:
                 reason="runtime_library",
             )
     wanted = {name for record in pack.objects.values() for name in record.cpu_features}
-    lacking = sorted(wanted - cpu_flags()) if wanted else []
+    there = cpu_flags()
+    lacking = sorted(wanted - there) if there is not None else []
     if lacking:
         raise PackVersionError(
             f"the pack in {where} uses {', '.join(lacking)}, which this CPU lacks; "
@@ -118,9 +118,9 @@ def check_versions(pack: Manifest, where: Path) -> None:
 
 
 @lru_cache(maxsize=1)
-def cpu_flags() -> frozenset[str]:
-    """Extensions of this CPU as the kernel spells them; on a system that does not say, everything
-    is assumed.
+def cpu_flags() -> frozenset[str] | None:
+    """Extensions of this CPU as the kernel spells them; None on a system that does not say, which
+    is then trusted.
     """
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -128,11 +128,4 @@ def cpu_flags() -> frozenset[str]:
                 return frozenset(line.partition(":")[2].split())
     except OSError:
         pass
-    return _Everything()
-
-
-class _Everything(frozenset[str]):
-    """A set of flags for hosts without /proc/cpuinfo: it lacks nothing."""
-
-    def __rsub__(self, other: Any) -> Any:
-        return frozenset()
+    return None

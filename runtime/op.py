@@ -8,6 +8,7 @@ only what a tensor's description cannot say.
 from __future__ import annotations
 
 from functools import partial
+from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -119,6 +120,10 @@ class Op:
         """What a first call of its kind comes to: the compiled function, remembered under ``key``,
         or an Uncertified.
         """
+        try:
+            requests, tokens = index(requests), index(tokens)
+        except TypeError as error:
+            return self._refused(error, device)
         if requests < 1 or tokens < 1:
             detail = f"requests is {requests} and tokens is {tokens}; both must be at least 1"
             return self._declined(Reason.RANGE, detail, device)
@@ -170,6 +175,12 @@ class Op:
         The first tensor stays torch's, because that is how the call learns torch's current stream;
         the others become tvm-ffi tensors that share memory with, and keep alive, the ones given.
         """
+        try:
+            # The launch of no work has other integers, so the module does not see these before the
+            # first launch().
+            integers = tuple(map(index, integers))
+        except TypeError as error:
+            return self._refused(error, _device(tensors[0]))
         fitted = self._launched(function, tensors, integers, idle)
         if isinstance(fitted, Uncertified):
             return fitted

@@ -14,7 +14,8 @@ import platform
 import sys
 from collections.abc import Mapping
 from functools import cache, lru_cache
-from importlib import metadata, util
+from importlib import metadata
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,28 @@ def options(plan: Plan) -> str:
 
 
 @cache
+def _spec(name: str) -> ModuleSpec | None:
+    """Where a module lies, without running it or its packages: a package that cannot be imported
+    here still has sources.
+    """
+    parent = name.rpartition(".")[0]
+    path = None
+    if parent:
+        package = _spec(parent)
+        if package is None or package.submodule_search_locations is None:
+            return None
+        path = package.submodule_search_locations
+    for finder in sys.meta_path:
+        found = finder.find_spec(name, path)
+        if found is not None:
+            return found
+    return None
+
+
+@cache
 def _imports(module: str) -> tuple[str, frozenset[str]]:
     """Source digest of one module of this package, and which of its modules that imports."""
-    spec = util.find_spec(module)
+    spec = _spec(module)
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(f"no module {module!r} to take sources from")
     source = Path(spec.origin).read_bytes()
@@ -68,18 +88,8 @@ def _imports(module: str) -> tuple[str, frozenset[str]]:
                 base = ".".join([*parent, base]).rstrip(".")
             found.add(base)
             found.update(f"{base}.{alias.name}" for alias in node.names)
-    ours = frozenset(name for name in found if _is_ours(name))
+    ours = frozenset(n for n in found if n.startswith("specplan.") and _spec(n) is not None)
     return hashlib.sha256(source).hexdigest(), ours
-
-
-@cache
-def _is_ours(name: str) -> bool:
-    if not name.startswith("specplan."):
-        return False
-    try:
-        return util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 @cache

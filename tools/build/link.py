@@ -4,6 +4,7 @@ same inputs.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -89,9 +90,12 @@ def link(objects: Sequence[Path], output: Path) -> None:
         "-Wl,-z,relro,-z,now",
         "-s",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    english = {**os.environ, "LC_ALL": "C"}
+    done = subprocess.run(command, capture_output=True, text=True, env=english, check=False)
     if done.returncode != 0:
         output.unlink(missing_ok=True)
+        if os.strerror(errno.ENOSPC) in done.stderr:
+            raise OSError(errno.ENOSPC, done.stderr.strip())
         raise LinkError(
             f"linking {output.name} failed: {done.stderr.strip() or done.stdout.strip()}"
         )
@@ -127,8 +131,8 @@ def cpu_features(shared: Path) -> tuple[str, ...]:
 
 _INSPECT = """
 import ctypes, json, sys
-import os
-os.environ["TVM_FFI_DISABLE_TORCH_C_DLPACK"] = "1"
+# tvm-ffi imports torch where there is one, which takes seconds and is not needed here.
+sys.modules["torch"] = None
 ctypes.CDLL(sys.argv[1])
 import tvm_ffi
 module = tvm_ffi.load_module(sys.argv[2])

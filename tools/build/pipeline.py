@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -193,6 +193,9 @@ def build(
     return report
 
 
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
 @contextmanager
 def _readable_errors(out: Path) -> Iterator[None]:
     """Full disks and read-only directories as one clear error; what was there before stays as it
@@ -203,7 +206,7 @@ def _readable_errors(out: Path) -> Iterator[None]:
     except link.LinkError as error:
         raise BuildError(str(error)) from error
     except OSError as error:
-        if error.errno == errno.ENOSPC:
+        if error.errno in _DISK_FULL:
             what = f"the disk of {out} is full; the packs that were there are unchanged"
         elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             what = f"{out} is not writable ({error.strerror}); choose another directory with --out"
@@ -273,24 +276,28 @@ def _compile(
     stop = threading.Event()
     workers = jobs or len(os.sched_getaffinity(0))
     done = 0
-    for outcome in pool.run(todo, workers, stop):
-        done += 1
-        symbol = outcome.job.plan.symbol
-        progress(done, len(todo), symbol, outcome.error)
-        if outcome.record is None:
-            outcome.job.object_path.unlink(missing_ok=True)
-            log = str(outcome.job.log_path)
-            report.failed.append(Failure(symbol, outcome.error or "unknown", log))
-            if not keep_going:
-                stop.set()
-            continue
-        outcome.job.object_path.replace(out / "objects" / f"{digests[symbol]}.o")
-        manifest.write_atomically(
-            out / "objects" / f"{digests[symbol]}.json",
-            json.dumps(outcome.record, indent=1).encode(),
-        )
-        records[symbol] = outcome.record
-        report.compiled += 1
+    with closing(pool.run(todo, workers, stop)) as outcomes:
+        for outcome in outcomes:
+            done += 1
+            symbol = outcome.job.plan.symbol
+            progress(done, len(todo), symbol, outcome.error)
+            if outcome.record is None:
+                outcome.job.object_path.unlink(missing_ok=True)
+                if outcome.errno in _DISK_FULL:
+                    # Not a fault of this plan: every other would fail in the same way.
+                    raise OSError(outcome.errno, outcome.error)
+                log = str(outcome.job.log_path)
+                report.failed.append(Failure(symbol, outcome.error or "unknown", log))
+                if not keep_going:
+                    stop.set()
+                continue
+            outcome.job.object_path.replace(out / "objects" / f"{digests[symbol]}.o")
+            manifest.write_atomically(
+                out / "objects" / f"{digests[symbol]}.json",
+                json.dumps(outcome.record, indent=1).encode(),
+            )
+            records[symbol] = outcome.record
+            report.compiled += 1
     return records
 
 

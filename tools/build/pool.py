@@ -42,11 +42,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job: the record for the manifest, or the error."""
+    """What became of a job: the record for the manifest, or the error, with its number if the
+    system refused something.
+    """
 
     job: Job
     record: dict[str, Any] | None
     error: str | None
+    errno: int | None = None
 
 
 def run(jobs: Iterable[Job], workers: int, stop: threading.Event) -> Iterator[Outcome]:
@@ -102,7 +105,10 @@ def _mind(
                 answer = {"error": str(death)}
             except Exception as error:
                 answer = {"error": f"{type(error).__name__}: {error}"}
-            done.put(Outcome(job, None if "error" in answer else answer, answer.get("error")))
+            if "error" in answer:
+                done.put(Outcome(job, None, answer["error"], answer.get("errno")))
+            else:
+                done.put(Outcome(job, answer, None))
     finally:
         if worker is not None:
             worker.close()

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import traceback
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -65,21 +66,34 @@ def compile_plan(plan: Plan, options: str, path: Path) -> dict[str, Any]:
 
 
 def main() -> None:
+    # tvm-ffi imports torch where there is one: three seconds a worker, and no plan's bytes may
+    # depend on it.
+    sys.modules["torch"] = None  # type: ignore[assignment]
     answers = os.fdopen(int(sys.argv[1]), "w", buffering=1)
     for line in sys.stdin:
         job = json.loads(line)
-        log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
         try:
+            _log_to(job["log"])
             answer = compile_plan(plan_from(job), job["options"], Path(job["object"]))
         except Exception as error:
-            traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}
-        sys.stdout.flush()
-        sys.stderr.flush()
+            if isinstance(error, OSError):
+                answer["errno"] = error.errno
+            with suppress(OSError):
+                traceback.print_exc()
+        # Where the disk is full the log stays short, and the answer still says why.
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         print(json.dumps(answer), file=answers)
+
+
+def _log_to(path: str) -> None:
+    """Send what this process prints from now on to a file."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
 
 
 if __name__ == "__main__":

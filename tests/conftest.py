@@ -1,0 +1,86 @@
+"""Fixtures that every room's tests share: one small pack, built once for all workers, and the guard
+of GPU tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+import packs
+
+
+@pytest.fixture(scope="session")
+def cli() -> packs.Cli:
+    """Run the command line and return what it did: ``cli("verify", "--packs", root)``."""
+
+    def run(
+        *arguments: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return packs.run(packs.command(*arguments), cwd, env)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def small_pack(tmp_path_factory: pytest.TempPathFactory, cli: packs.Cli) -> packs.SmallPack:
+    """A pack of scatter (mtp3, mtp7) and gather (mtp3) for sm_90a, built once and shared by all
+    xdist workers.
+    """
+    try:
+        metadata.version("nvidia-cutlass-dsl")
+    except metadata.PackageNotFoundError:
+        pytest.skip("the small pack needs the compiler: pip install 'specplan[test]'")
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    root, catalog, done = base / "small-pack", base / "small.yaml", base / "small-pack.json"
+    with FileLock(base / "small-pack.lock"):
+        if not done.is_file():
+            catalog.write_text(packs.CATALOG)
+            empty = base / "no-certificates"
+            empty.mkdir(exist_ok=True)
+            built = cli(
+                *("build", "--catalog", catalog, "--out", root, "--certificates", empty, "--json")
+            )
+            assert built.returncode == 0, built.stderr + built.stdout
+            packs.certify(root / packs.ARCH)
+            done.write_text(built.stdout)
+    return packs.SmallPack(root, catalog, json.loads(done.read_text()))
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The first CUDA device of an arch that the test takes, named by ``@pytest.mark.gpu("sm_90a",
+    ...)``; else a skip.
+    """
+    torch = pytest.importorskip("torch")
+    marker = request.node.get_closest_marker("gpu")
+    archs = tuple(marker.args) if marker is not None else ()
+    found = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        major, minor = torch.cuda.get_device_capability(index)
+        found.append(f"sm_{major}{minor}a")
+        if not archs or found[-1] in archs:
+            yield torch.device("cuda", index)
+            return
+    pytest.skip(
+        f"needs a GPU of arch {' or '.join(archs) or 'any'}; found: {', '.join(found) or 'none'}"
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The mark ``gpu`` alone brings the fixture, so that a marked test is skipped where its arch is
+    not.
+    """
+    for item in items:
+        if item.get_closest_marker("gpu") is not None and isinstance(item, pytest.Function):
+            item.fixturenames.insert(0, "gpu")

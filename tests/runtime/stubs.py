@@ -1,0 +1,42 @@
+"""A loaded pack on a machine without a GPU: tensors that say they are on one, and compiled
+functions that write down their calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+class OnDevice(torch.Tensor):
+    """A CPU tensor that claims to be on ``cuda:0``; slices of it claim the same."""
+
+    def get_device(self) -> int:
+        return 0
+
+
+def on_device(tensor: torch.Tensor) -> OnDevice:
+    return tensor.as_subclass(OnDevice)
+
+
+class Compiled:
+    """A compiled function: it refuses what ``refuses`` finds, raises ``fails``, and writes down
+    every launch.
+    """
+
+    def __init__(self, symbol: str, spec: Mapping[str, Any]) -> None:
+        self.symbol = symbol
+        self.spec = dict(spec)
+        self.refuses: Callable[..., str | None] = lambda *arguments: None
+        self.fails: Exception | None = None
+        self.launches: list[tuple[Any, ...]] = []
+
+    def __call__(self, *arguments: Any) -> None:
+        if self.fails is not None:
+            raise self.fails
+        wrong = self.refuses(*arguments)
+        if wrong is not None:
+            raise ValueError(wrong)
+        self.launches.append(arguments)
