@@ -1,0 +1,1 @@
+"""Gated DeltaNet verify over a checkpoint plus records, committing in the kernel."""

@@ -1,0 +1,1098 @@
+"""Device code of ``gdn_replay``: verify over a checkpoint plus records, and the ops that move them.
+
+Verify, for a row of the batch with slot s >= 0, P = hist_len[s], c = bank[s] (``reference.py`` has
+the tensor table and the mathematics):
+
+1. X = [k^; q^], normalised and rounded once to bf16: the 16-row operand of every product. Tokens
+   from T on are zero rows.
+2. C = X K_hist^T (16 x 16) and M = X k^^T (16 x 8).
+3. H = e^(G_P) X S0^T + (w o C) U_hist with w_j = e^(G_P - G_j). The weighted C enters as two bf16
+   terms, and so does a state of 32 bits.
+4. u_t = beta_t (v_t - e^(c_t) H_k(t)) - sum_(s<t) A_ts u_s, by forward substitution over the lanes
+   that hold the tokens; y_t = e^(c_t) H_q(t) + sum_(s<=t) e^(c_t - c_s) (q^_t.k^_s) u_s. All fp32.
+5. out <- y. Records u, k^, G <- rows P.. of bank c, or rows 0.. of bank 1-c where the row commits
+   (P + T > 16).
+6. Where the row commits, state <- e^(G_P) S0 + (w o U_hist)^T K_hist: S0 from shared memory, the
+   weighted u as two bf16 terms, one rounding.
+
+Nothing else is written: live records, cursors, checkpoints of other rows, slots without a row. A
+row with slot -1 writes zeros to ``out``. Dead records are not loaded, decays are exponentials of
+differences <= 0, masks are selects. A result depends on the row's own inputs alone, bit for bit:
+not on slot numbers, row order, the batch, or how a plan shares the work.
+
+How the work is shared. A warp owns ``rows`` value rows of a head, and its products chain in
+registers: value rows and columns are permuted so that a lane's operands and results are consecutive
+in memory, the accumulators of C are the row operand of (w o C) U_hist, and the fold's results
+belong to the state elements that the lane read. Only the substitution shuffles. A CTA is ``warps``
+warps; they share X and K_hist in shared memory, where each warp also has two buffers for its tiles
+of the state. ``128 // (rows * warps)`` CTAs, the plan's splits, share a head.
+
+Compiled functions, with their positional arguments. The module checks dtypes, ranks, alignment,
+dense and unit strides, 128, 16 and 2, and that N, T, HK, HV and slots agree between arguments.
+Batch strides are 32-bit, slot strides 64-bit. A function without rows must not be called.
+
+``verify(q, k, v, a, b, A_log, dt_bias, state, rec_u, rec_k, rec_G, hist_len, bank, slot, out,
+scale, heads, ctas)``
+    q, k [N, T, HK, 128] and v, out [N, T, HV, 128] bf16: 16-byte aligned, strides of N and T
+    multiples of 8 elements; a, b [N, T, HV] bf16, any strides of N and T; A_log, dt_bias [HV] fp32;
+    state [slots, HV, 128, 128] bf16 or fp32; rec_u [slots, HV, 2, 16, 128] and rec_k
+    [slots, HK, 2, 16, 128] bf16; rec_G [slots, HV, 2, 16] fp32: dense within a slot, slot strides
+    multiples of 16 bytes (rec_G: any); hist_len, bank [slots] int32; slot [N] int32, any stride;
+    scale float; heads, ctas int32 from the plan's launch parameters.
+    The caller checks: N, T >= 1; T <= the plan's ``tokens``; HV is a multiple of HK, and HV / HK of
+    ``heads``; live slots are unique and below slots; hist_len in 0..16, bank 0 or 1.
+``advance(hist_len, bank, slot, n_acc, tokens)``
+    n_acc [N] int32, any stride; tokens int32, the T of the verify launch. The caller checks:
+    1 <= tokens <= 16, 0 <= n_acc <= tokens, N >= 1.
+``materialize(state, rec_u, rec_k, rec_G, bank, src, dst, count)``
+    src, dst, count [N] int32, any stride. state[dst] <- the state of src after the first ``count``
+    records of its bank; src = dst folds in place; a negative src or dst does nothing. The caller
+    checks: 0 <= count <= hist_len[src]; no dst is another row's src or dst; HV is a multiple of HK.
+``reset(hist_len, bank, slot)``
+    hist_len, bank <- 0 at the slots >= 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64
+from cutlass.cute.runtime import make_fake_tensor
+from cutlass.runtime import make_fake_stream
+from specplan.kernels.gdn_replay import ptx
+from specplan.plans.plan import Plan
+
+HEAD = 128
+WINDOW = 16
+LANES = 32
+NORM_EPS = 1e-6
+STATE = {"bf16": BFloat16, "fp32": Float32}
+#: Blocks of 32 elements of a 128-long row: a lane holds 8 consecutive elements of each, at 8 *
+#: (lane % 4).
+BLOCKS = 4
+#: Records that a lane holds of the sixteen, counted from 2 * (lane % 4).
+RECORD = (0, 1, 8, 9)
+#: One bank of one head's rec_u or rec_k.
+BANK_BYTES = WINDOW * HEAD * 2
+
+
+def element_address(tensor: cute.Tensor, *coordinates: Int32) -> Int64:
+    """Address of an element (of the first one, in dimensions that are left out). Slot times stride
+    needs 64 bits.
+    """
+    offset = Int64(0)
+    for coordinate, stride in zip(coordinates, tensor.stride, strict=False):
+        offset = offset + Int64(coordinate) * Int64(stride)
+    return tensor.iterator.toint() + offset * (tensor.element_type.width // 8)
+
+
+class Lane:
+    """Who this lane is in the m16n8k16 layout, and where its elements lie.
+
+    Row of the operand X: token ``token`` (k^ in row token, q^ in row token + 8). Column of a warp's
+    tile i of 8 value rows: value row ``2 tiles (token // 2) + 2 i + token % 2``, so that a lane's
+    accumulators of all tiles, columns 2 quad and 2 quad + 1, are ``2 tiles`` consecutive value rows
+    from ``2 tiles quad`` on: one vector access.
+    """
+
+    def __init__(self, lane: Int32, tiles: int) -> None:
+        self.index = lane
+        self.token = lane >> 2
+        self.quad = lane & 3
+        self.odd = self.token & 1
+        self.tiles = tiles
+        self.operand_row = (self.token >> 1) * (2 * tiles)
+        self.result_row = self.quad * (2 * tiles)
+        #: Takes the lower or the upper halves of two words, by the parity of this lane's column.
+        self.pair = ptx.select(self.odd == 1, Int32(0x7632), Int32(0x5410))
+
+    def columns(self, first: list[Int32], second: list[Int32]) -> list[Int32]:
+        """This lane's column out of two record rows, one word of (first, second) per tile."""
+        return [ptx.permute(x, y, self.pair) for x, y in zip(first, second, strict=True)]
+
+
+def swizzle(row: Int32) -> Int32:
+    """Exchanges the 16-byte chunks of a 256-byte row so that both ways of reading (two neighbouring
+    rows over four chunks; four rows of one parity at one chunk) hit every bank once."""
+    return ((row & 1) << 2) | ((row >> 1) & 3)
+
+
+class Shared16:
+    """A 16 x 128 bf16 operand in shared memory, used by all warps of a CTA."""
+
+    BYTES = 16 * HEAD * 2
+
+    def __init__(self, start: Int32) -> None:
+        self.start = start
+
+    def chunk(self, row: Int32, chunk: Int32) -> Int32:
+        return self.start + row * (HEAD * 2) + (chunk ^ swizzle(row)) * 16
+
+    def row_bases(self, lane: Lane) -> tuple[Int32, Int32]:
+        """Addresses of the lane's chunks of blocks 0 and 1 in row ``token``; row ``token + 8`` is
+        2048 bytes on.
+        """
+        row = self.start + lane.token * (HEAD * 2) + (lane.quad ^ (lane.token >> 1)) * 16
+        return row + lane.odd * 64, row + (1 - lane.odd) * 64
+
+    @staticmethod
+    def rows(bases: tuple[Int32, Int32], block: int) -> tuple[list[Int32], list[Int32]]:
+        """The lane's 8 elements of block ``block``, of rows ``token`` and ``token + 8``."""
+        at, offset = bases[block % 2], (block // 2) * 128
+        return ptx.load_shared(at, offset), ptx.load_shared(at, offset + 8 * HEAD * 2)
+
+    def columns(self, lane: Lane, half: Int32, block: int) -> tuple[list[Int32], list[Int32]]:
+        """Block ``2 half + block`` as column operands: per tile of 8 columns, the words of rows (0,
+        1) and (8, 9) from 2 quad on.
+        """
+        at = self.start + lane.quad * (2 * HEAD * 2) + ((lane.token >> 1) ^ lane.quad) * 16
+        at = at + half * 128
+        even, odd = block * 64, HEAD * 2 + (block ^ 1) * 64
+        first = lane.columns(ptx.load_shared(at, even), ptx.load_shared(at, odd))
+        down = 8 * HEAD * 2
+        second = lane.columns(ptx.load_shared(at, even + down), ptx.load_shared(at, odd + down))
+        return first, second
+
+
+class Operand:
+    """X = [k^; q^] in shared memory in the order in which lanes hold it: 16 bytes a lane are the
+    four registers of a row operand.
+
+    Fragment f = 2 block + step covers the elements 32 block + 8 quad + 4 step + {0..3} of a lane's
+    rows ``token`` (k^) and ``token + 8`` (q^), as words (k, q, k, q).
+    """
+
+    BYTES = 16 * HEAD * 2
+
+    def __init__(self, start: Int32) -> None:
+        self.start = start
+
+    def fragment(self, lane: Lane, block: int, step: int) -> list[Int32]:
+        return ptx.load_shared(self.start + lane.index * 16, (2 * block + step) * (LANES * 16))
+
+
+class Share:
+    """This thread's share of making X: one token, and of its k and q the same 16-byte chunks."""
+
+    def __init__(self, thread: Int32, warps: int) -> None:
+        self.threads = warps * LANES // 8  # of one token
+        self.token = thread // self.threads
+        self.first = thread % self.threads
+        self.chunks = range(0, 2 * HEAD // 16, self.threads)
+
+    def load(self, row: Int64, live: Boolean) -> list[list[Int32]]:
+        start = row + Int64(self.first * 16)
+        return [ptx.load_constant(start + Int64(chunk * 16), 4, live) for chunk in self.chunks]
+
+
+def normalize(share: Share, raw: list[list[Int32]], scale: Float32) -> list[list[Int32]]:
+    """x * rsqrt(sum x^2 + eps) * scale, rounded once to bf16. A row without a token is zeros."""
+    totals = []
+    for chunk in raw:
+        total = Float32(0.0)
+        for word in chunk:
+            x, y = ptx.low(word), ptx.high(word)
+            total = total + x * x
+            total = total + y * y
+        for distance in (1, 2, 4, 8):
+            if distance < share.threads:
+                total = total + ptx.shuffle_xor(total, distance)
+        totals.append(total)
+    # chunks of one thread are 8 apart: the order of the sum does not depend on the number of
+    # threads
+    total = totals[0] if len(totals) == 1 else totals[0] + totals[1]
+    factor = ptx.rsqrt(total + Float32(NORM_EPS)) * scale
+    return [[ptx.pack(ptx.low(w) * factor, ptx.high(w) * factor) for w in chunk] for chunk in raw]
+
+
+def store_operand(
+    X: Operand,
+    share: Share,
+    keys: list[list[Int32]],
+    queries: list[list[Int32]],
+    record: Int64,
+    writes: Boolean,
+) -> None:
+    """To shared memory, and the keys to their record, which is the operand bit for bit."""
+    for chunk, k, q in zip(share.chunks, keys, queries, strict=True):
+        at = share.first + chunk
+        lane = share.token * 4 + (at & 3)
+        to = X.start + (at >> 2) * (2 * LANES * 16) + lane * 16
+        ptx.store_shared(to, [k[0], q[0], k[1], q[1]])
+        ptx.store_shared(to + LANES * 16, [k[2], q[2], k[3], q[3]])
+        ptx.store(record + Int64(at * 16), k, writes)
+
+
+def softplus(x: Float32) -> Float32:
+    """log(1 + e^x) = max(x, 0) + 2 atanh(e / (2 + e)), e = e^-|x| <= 1: no overflow, relative error
+    about 3e-7.
+    """
+    e = ptx.exp(Float32(0.0) - ptx.magnitude(x))
+    z = e * ptx.reciprocal(e + Float32(2.0))
+    zz = z * z
+    series = Float32(1 / 13)
+    for odd in (11, 9, 7, 5, 3, 1):
+        series = series * zz + Float32(1 / odd)
+    return ptx.maximum(x, Float32(0.0)) + (z + z) * series
+
+
+class Cursor:
+    """Where a row's live records are: P of them in bank c."""
+
+    def __init__(self, length: Int32, bank: Int32) -> None:
+        self.length = length
+        self.bank = bank
+
+
+class Weights:
+    """e^(G_P), and w_j = e^(G_P - G_j) of the lane's four records."""
+
+    def __init__(self, decays: list[Float32], lane: Lane, cursor: Cursor) -> None:
+        self.total, *G = decays
+        self.decay = ptx.exp(self.total)
+        self.weight = [
+            ptx.select(lane.quad * 2 + row < cursor.length, ptx.exp(self.total - g), Float32(0.0))
+            for row, g in zip(RECORD, G, strict=True)
+        ]
+
+
+def request_decays(head_G: Int64, lane: Lane, cursor: Cursor, live: Boolean) -> list[Float32]:
+    """Cumulative log decays of a head's history: G_P, and G_j of the lane's four records."""
+    bank_G = head_G + Int64(cursor.bank * (WINDOW * 4))
+    rows = [cursor.length - 1, *(lane.quad * 2 + r for r in RECORD)]
+    return [
+        ptx.bits_to_float(
+            ptx.load_constant(
+                bank_G + Int64(row * 4), 1, live & (row >= 0) & (row < cursor.length)
+            )[0]
+        )
+        for row in rows
+    ]
+
+
+def request_deltas(
+    head_u: Int64, lane: Lane, cursor: Cursor, first_row: Int32, live: Boolean
+) -> list[Int32]:
+    """The lane's words of its four records of U_hist, at a warp's value rows."""
+    base = head_u + Int64(cursor.bank * BANK_BYTES + (first_row + lane.operand_row) * 2)
+    words = []
+    for r in RECORD:
+        row = lane.quad * 2 + r
+        at = base + Int64(row * (HEAD * 2))
+        words += ptx.load_constant(at, lane.tiles, live & (row < cursor.length))
+    return words
+
+
+def delta_columns(lane: Lane, words: list[Int32]) -> list[list[Int32]]:
+    """U_hist as column operands: per tile the lane's words (records 0, 1) and (records 8, 9)."""
+    row = [words[i * lane.tiles : (i + 1) * lane.tiles] for i in range(4)]
+    return [lane.columns(row[0], row[1]), lane.columns(row[2], row[3])]
+
+
+def load_records(
+    records: Shared16, slot_k: Int64, cursor: Cursor, thread: Int32, warps: int
+) -> None:
+    """Starts copying K_hist to shared memory, all threads of the CTA together. Dead rows become
+    zeros, unread.
+    """
+    source = slot_k + Int64(cursor.bank * BANK_BYTES)
+    for first in range(0, 16 * 16, warps * LANES):
+        index = thread + first
+        row, chunk = index >> 4, index & 15
+        ptx.copy_async_or_zero(
+            records.chunk(row, chunk), source + Int64(index * 16), row < cursor.length
+        )
+
+
+class Tile:
+    """A warp's rows of one head's state in shared memory, 16-byte chunks swizzled against bank
+    conflicts.
+
+    A quarter of a warp reads two rows, of different parity. bf16: its 8 chunks are half a row of
+    each, so odd rows have their halves of every 128 bytes exchanged. fp32: they are every other
+    chunk, so odd rows have neighbours exchanged.
+    """
+
+    def __init__(self, wide: bool, rows: int) -> None:
+        self.wide = wide
+        self.rows = rows
+        self.row_bytes = HEAD * (4 if wide else 2)
+        self.bytes = rows * self.row_bytes
+
+    def request(self, shared: Int32, source: Int64, lane: Int32) -> None:
+        """Starts the copy of the tile, which is contiguous in global memory. ``source`` is the
+        tile's first byte.
+        """
+        here = source + Int64(lane * 16)
+        if self.wide:
+            even = shared + lane * 16
+            odd = shared + (lane ^ 1) * 16
+            for row in range(self.rows):
+                to = odd if row % 2 else even
+                ptx.copy_async(to, row * self.row_bytes, here, row * self.row_bytes)
+        else:
+            parity = lane >> 4
+            to = shared + parity * self.row_bytes + ((lane & 15) ^ (parity << 2)) * 16
+            for pair in range(self.rows // 2):
+                ptx.copy_async(to, pair * 512, here, pair * 512)
+
+    def lane_bases(self, shared: Int32, lane: Lane) -> tuple[Int32, Int32]:
+        """Addresses of the lane's first two chunks of tile 0; later ones lie at constant offsets
+        from them.
+        """
+        row = shared + (lane.operand_row + lane.odd) * self.row_bytes
+        if self.wide:
+            first = row + lane.quad * 32
+            return first + lane.odd * 16, first + (1 - lane.odd) * 16
+        first = row + lane.quad * 16
+        return first + lane.odd * 64, first + (1 - lane.odd) * 64
+
+    def read(self, bases: tuple[Int32, Int32], tile: int, block: int) -> list[Int32]:
+        """The lane's 8 elements of block ``block`` in its row of tile ``tile``: 4 words of bf16, or
+        8 of fp32.
+        """
+        row = tile * 2 * self.row_bytes
+        if self.wide:
+            first = ptx.load_shared(bases[0], row + block * 128)
+            return first + ptx.load_shared(bases[1], row + block * 128)
+        return ptx.load_shared(bases[block % 2], row + (block // 2) * 128)
+
+    def reader(
+        self, bases: tuple[Int32, Int32], half: Int32 | None = None
+    ) -> Callable[[int, int], list[Int32]]:
+        """``read`` of the whole row, or of blocks counted from its half ``half``."""
+        if half is not None:
+            start = half * (self.row_bytes // 2)
+            bases = bases[0] + start, bases[1] + start
+        return lambda tile, block: self.read(bases, tile, block)
+
+
+def product_terms(words: list[Int32]) -> list[list[Int32]]:
+    """Eight state elements as operands: one list of 4 words for bf16, a high and a low one for
+    fp32.
+    """
+    if len(words) == 4:
+        return [words]
+    values = [ptx.bits_to_float(w) for w in words]
+    terms = [ptx.split(values[2 * i], values[2 * i + 1]) for i in range(4)]
+    return [[t[0] for t in terms], [t[1] for t in terms]]
+
+
+def weigh(
+    lane: Lane, weights: Weights, deltas: list[list[Int32]]
+) -> list[list[tuple[Int32, Int32]]]:
+    """w o U_hist as row operands of the fold, by tile, records (0, 1) and (8, 9), and term."""
+    w = weights.weight
+    return [
+        [
+            ptx.split(
+                ptx.low(deltas[half][tile]) * w[2 * half],
+                ptx.high(deltas[half][tile]) * w[2 * half + 1],
+            )
+            for half in range(2)
+        ]
+        for tile in range(lane.tiles)
+    ]
+
+
+def fold(
+    lane: Lane,
+    half: Int32,
+    decay: Float32,
+    weighted: list[list[tuple[Int32, Int32]]],
+    keys: Shared16,
+    read: Callable[[int, int], list[Int32]],
+    target: Int64,
+    wide: bool,
+) -> None:
+    """Stores e^(G_P) S0 + (w o U_hist)^T K_hist of a warp's rows, columns 64 half to 64 half + 63.
+
+    ``keys`` holds K_hist; ``read(tile, block)`` gives the lane's 8 elements of S0 and ``target`` is
+    where those of tile 0, block 0 go, both counted from this half. Two tiles make the 16 rows of a
+    product; columns are permuted as value rows are, so that a lane's results belong to the elements
+    that it read.
+    """
+    size = 4 if wide else 2
+    nothing = (Int32(0), Int32(0))
+    for block in range(BLOCKS // 2):
+        columns = keys.columns(lane, half, block)
+        for tile in range(0, lane.tiles, 2):
+            pair = [tile, tile + 1] if tile + 1 < lane.tiles else [tile]
+            upper = weighted[tile]
+            lower = weighted[tile + 1] if len(pair) == 2 else [nothing, nothing]
+            sums = []
+            for i in range(4):
+                acc = [Float32(0.0)] * 4
+                for term in range(2):
+                    a = [upper[0][term], lower[0][term], upper[1][term], lower[1][term]]
+                    acc = ptx.mma(acc, a, (columns[0][i], columns[1][i]))
+                sums.append(acc)
+            for side, member in enumerate(pair):
+                written = [x for acc in sums for x in acc[2 * side : 2 * side + 2]]
+                old = read(member, block)
+                if wide:
+                    old = [ptx.bits_to_float(word) for word in old]
+                else:
+                    old = [x for word in old for x in (ptx.low(word), ptx.high(word))]
+                new = [decay * x + y for x, y in zip(old, written, strict=True)]
+                words = [ptx.float_to_bits(x) for x in new] if wide else pack_all(new)
+                to = target + Int64((member * 2 * HEAD + block * 32) * size)
+                for i in range(0, len(words), 4):
+                    ptx.store(to + Int64(i * 4), words[i : i + 4])
+
+
+def request_token(
+    token_a: Int64, token_b: Int64, A_log: Int64, dt_bias: Int64, live: Boolean, exists: Boolean
+) -> list[Float32]:
+    """What the gates of a head's token are made of: a, b, A_log, dt_bias."""
+    return [
+        ptx.load_half(token_a, live),
+        ptx.load_half(token_b, live),
+        ptx.bits_to_float(ptx.load_constant(A_log, 1, exists)[0]),
+        ptx.bits_to_float(ptx.load_constant(dt_bias, 1, exists)[0]),
+    ]
+
+
+class Gates:
+    """beta of the lane's token, and c, the log decay from before token 0 to after that token."""
+
+    def __init__(self, raw: list[Float32], lane: Lane, live: Boolean) -> None:
+        zero = Float32(0.0)
+        a, b, A_log, dt_bias = raw
+        g = zero - ptx.exp(A_log) * softplus(a + dt_bias)
+        c = ptx.select(live, g, zero)
+        for distance in (1, 2, 4):
+            before = ptx.shuffle_up(c, 4 * distance)
+            c = c + ptx.select(lane.token >= distance, before, zero)
+        self.c = c
+        sigmoid = ptx.reciprocal(Float32(1.0) + ptx.exp(zero - b))
+        self.beta = ptx.select(live, sigmoid, zero)
+
+
+def state_products(
+    lane: Lane, X: Operand, read: Callable[[int, int], list[Int32]]
+) -> list[list[Float32]]:
+    """R = X S0^T for each tile of 8 value rows."""
+    R = [[Float32(0.0)] * 4 for _ in range(lane.tiles)]
+    for block in range(BLOCKS):
+        rows = [X.fragment(lane, block, step) for step in range(2)]
+        for tile in range(lane.tiles):
+            for term in product_terms(read(tile, block)):
+                for step, row in enumerate(rows):
+                    R[tile] = ptx.mma(R[tile], row, (term[2 * step], term[2 * step + 1]))
+    return R
+
+
+def shared_products(
+    lane: Lane, X: Operand, records: Shared16
+) -> tuple[list[list[Float32]], list[Float32]]:
+    """C = X K_hist^T for records 0-7 and 8-15, and M = X k^^T, whose column operand is the k^ part
+    of its row operand.
+    """
+    C = [[Float32(0.0)] * 4, [Float32(0.0)] * 4]
+    M = [Float32(0.0)] * 4
+    bases = records.row_bases(lane)
+    for block in range(BLOCKS):
+        past = records.rows(bases, block)
+        for step in range(2):
+            row = X.fragment(lane, block, step)
+            M = ptx.mma(M, row, (row[0], row[2]))
+            for half in range(2):
+                C[half] = ptx.mma(C[half], row, (past[half][2 * step], past[half][2 * step + 1]))
+    return C, M
+
+
+def add_history(
+    R: list[list[Float32]], C: list[list[Float32]], weights: Weights, deltas: list[list[Int32]]
+) -> list[list[Float32]]:
+    """H = e^(G_P) R + (w o C) U_hist. The accumulators of C are the row operand of this product,
+    lane by lane.
+    """
+    w = weights.weight
+    terms = [
+        ptx.split(C[half][2 * x] * w[2 * half], C[half][2 * x + 1] * w[2 * half + 1])
+        for half in range(2)
+        for x in range(2)
+    ]
+    H = []
+    for tile, products in enumerate(R):
+        acc = [weights.decay * x for x in products]
+        for term in range(2):
+            acc = ptx.mma(acc, [t[term] for t in terms], (deltas[0][tile], deltas[1][tile]))
+        H.append(acc)
+    return H
+
+
+def substitute(
+    lane: Lane,
+    tokens: int,
+    gates: Gates,
+    values: list[Int32],
+    M: list[Float32],
+    H: list[list[Float32]],
+) -> tuple[list[Float32], list[Float32]]:
+    """u and y of the lane's token, at the lane's value rows, by forward substitution over the
+    tokens.
+    """
+    zero = Float32(0.0)
+    A, B = [], []
+    for i in range(2):
+        s = lane.quad * 2 + i
+        decay = ptx.exp(gates.c - ptx.shuffle(gates.c, s * 4))
+        A.append(ptx.select(s < lane.token, gates.beta * decay * M[i], zero))
+        B.append(ptx.select(s <= lane.token, decay * M[2 + i], zero))
+
+    since = ptx.exp(gates.c)
+    u, y = [], []
+    for tile, acc in enumerate(H):
+        v = ptx.low(values[tile]), ptx.high(values[tile])
+        for i in range(2):
+            u.append(gates.beta * (v[i] - since * acc[i]))
+            y.append(since * acc[2 + i])
+
+    row = lane.index & -4
+    for s in range(tokens):
+        a = ptx.shuffle(A[s % 2], row + s // 2)
+        b = ptx.shuffle(B[s % 2], row + s // 2)
+        reached = lane.token >= s
+        for x in range(len(u)):
+            known = ptx.select(reached, ptx.shuffle(u[x], lane.quad + 4 * s), zero)
+            y[x] = y[x] + b * known
+            if s < tokens - 1:
+                u[x] = u[x] - a * known
+    return u, y
+
+
+def pack_all(values: list[Float32]) -> list[Int32]:
+    return [ptx.pack(values[i], values[i + 1]) for i in range(0, len(values), 2)]
+
+
+class Verify:
+    """The verify op. One instance is one plan's specialization.
+
+    The grid is at most ``ctas`` CTAs. Each walks units of work (row of the batch, ``heads`` heads
+    of one key head, part of the value rows) in strides of the grid. A warp has two buffers for its
+    state tiles, used in turn. ``grouped`` units have two or more heads, and a tile is requested as
+    soon as its buffer has been read, two heads before it is needed; other units have one head, and
+    the next unit's tile is requested before this one is worked on.
+    """
+
+    def __init__(
+        self,
+        state: str,
+        tokens: int,
+        rows: int,
+        warps: int,
+        grouped: bool,
+        resident: int,
+    ) -> None:
+        self.wide = STATE[state] is Float32
+        self.tokens = tokens
+        self.rows = rows
+        self.warps = warps
+        self.grouped = grouped
+        self.resident = resident
+        self.tile = Tile(self.wide, rows)
+        self.parts = HEAD // (rows * warps)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        A_log: cute.Tensor,
+        dt_bias: cute.Tensor,
+        state: cute.Tensor,
+        rec_u: cute.Tensor,
+        rec_k: cute.Tensor,
+        rec_G: cute.Tensor,
+        hist_len: cute.Tensor,
+        bank: cute.Tensor,
+        slot: cute.Tensor,
+        out: cute.Tensor,
+        scale: Float32,
+        heads: Int32,
+        ctas: Int32,
+        stream: Any,
+    ) -> None:
+        units = v.shape[0] * (v.shape[2] // heads) * self.parts
+        self.kernel(
+            q, k, v, a, b, A_log, dt_bias,
+            state, rec_u, rec_k, rec_G, hist_len, bank, slot, out, scale, heads,
+        ).launch(
+            grid=(cutlass.min(units, ctas), 1, 1),
+            block=(LANES * self.warps, 1, 1),
+            smem=2 * self.warps * self.tile.bytes + Shared16.BYTES + Operand.BYTES,
+            stream=stream,
+            use_pdl=True,
+            min_blocks_per_mp=self.resident,
+            preferred_smem_carveout=100,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        A_log: cute.Tensor,
+        dt_bias: cute.Tensor,
+        state: cute.Tensor,
+        rec_u: cute.Tensor,
+        rec_k: cute.Tensor,
+        rec_G: cute.Tensor,
+        hist_len: cute.Tensor,
+        bank: cute.Tensor,
+        slot: cute.Tensor,
+        out: cute.Tensor,
+        scale: Float32,
+        heads: Int32,
+    ) -> None:
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        thread, _, _ = cute.arch.thread_idx()
+        warp = thread // LANES
+        value_heads = Int32(v.shape[2])
+        ratio = value_heads // Int32(k.shape[2])
+        per_ratio = (Int32(1 << 16) + ratio - 1) // ratio
+        row_units = value_heads // heads * self.parts
+        rows = Int32(v.shape[0])
+        step_row, step_unit = ctas // row_units, ctas % row_units
+        tokens = Int32(q.shape[1])
+        shared = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint()
+        records = Shared16(shared)
+        X = Operand(shared + Shared16.BYTES)
+        buffer = shared + Shared16.BYTES + Operand.BYTES + warp * (2 * self.tile.bytes)
+        ptx.wait_for_previous_grid()
+        ptx.let_next_grid_launch()
+
+        # a unit is (row n, heads and part within the row); *_1 belong to the unit after this one,
+        # *_2 to the one after that
+        n, within = cta // row_units, cta % row_units
+        n_1, within_1 = advance_unit(n, within, step_row, step_unit, row_units)
+        s = ptx.load(element_address(slot, n), 1)[0]
+        s_1 = row_slot(slot, n_1, rows)
+        if s >= 0:
+            for i in cutlass.range_constexpr(2 if self.grouped else 1):
+                tile_at = self.tile_address(state, s, within, warp, heads, i)
+                self.tile.request(buffer + i * self.tile.bytes, tile_at, thread % LANES)
+        ptx.copy_async_commit()
+        length = ptx.load(element_address(hist_len, s), 1, s >= 0)[0]
+        current = ptx.load(element_address(bank, s), 1, s >= 0)[0]
+        parity = Int32(0)
+
+        while n < rows:
+            me = ptx.opaque(thread)
+            lane = Lane(me % LANES, self.rows // 8)
+            first_head = within // self.parts * heads
+            part = within % self.parts
+            first_row = (part * self.warps + warp) * self.rows
+            key_head = (first_head * per_ratio) >> 16
+            column = first_row + lane.result_row
+            live = lane.token < tokens
+            cursor = Cursor(length, current)
+            slot_k = element_address(rec_k, s, key_head)
+
+            share = Share(me, self.warps)
+            raw_k = share.load(element_address(k, n, share.token, key_head), share.token < tokens)
+            raw_q = share.load(element_address(q, n, share.token, key_head), share.token < tokens)
+            if s >= 0:
+                load_records(records, slot_k, cursor, me, self.warps)
+            ptx.copy_async_commit()
+            if cutlass.const_expr(not self.grouped):
+                if s_1 >= 0:
+                    tile_at = self.tile_address(state, s_1, within_1, warp, heads, 0)
+                    self.tile.request(buffer + (1 - parity) * self.tile.bytes, tile_at, lane.index)
+                ptx.copy_async_commit()
+            length = ptx.load(element_address(hist_len, s_1), 1, s_1 >= 0)[0]
+            current = ptx.load(element_address(bank, s_1), 1, s_1 >= 0)[0]
+            n_2, within_2 = advance_unit(n_1, within_1, step_row, step_unit, row_units)
+            s_2 = row_slot(slot, n_2, rows)
+
+            if s < 0:
+                for i in cutlass.range(heads, unroll=1):
+                    zeros = [Int32(0)] * lane.tiles
+                    head_out = element_address(out, n, lane.token, first_head + i, column)
+                    ptx.store(head_out, zeros, live)
+                    if cutlass.const_expr(self.grouped):
+                        later = i + 2 - heads
+                        if (later >= 0) & (s_1 >= 0):
+                            here = buffer + ((parity + i) & 1) * self.tile.bytes
+                            tile_at = self.tile_address(state, s_1, within_1, warp, heads, later)
+                            self.tile.request(here, tile_at, lane.index)
+                        ptx.copy_async_commit()
+            else:
+                every = Boolean(True)
+                next_v = ptx.load_constant(
+                    element_address(v, n, lane.token, first_head, column), lane.tiles, live
+                )
+                next_raw = request_token(
+                    element_address(a, n, lane.token, first_head),
+                    element_address(b, n, lane.token, first_head),
+                    element_address(A_log, first_head),
+                    element_address(dt_bias, first_head),
+                    live,
+                    every,
+                )
+                next_G = request_decays(element_address(rec_G, s, first_head), lane, cursor, every)
+                next_u = request_deltas(
+                    element_address(rec_u, s, first_head), lane, cursor, first_row, every
+                )
+
+                commits = cursor.length + tokens > WINDOW
+                to_row = ptx.select(commits, Int32(0), cursor.length)
+                to_bank = ptx.select(commits, 1 - cursor.bank, cursor.bank)
+                to_record = to_bank * WINDOW + to_row
+                first_reader = (part == 0) & (first_head == key_head * ratio)
+                store_operand(
+                    X,
+                    share,
+                    normalize(share, raw_k, Float32(1.0)),
+                    normalize(share, raw_q, scale),
+                    slot_k + Int64((to_record + share.token) * (HEAD * 2)),
+                    first_reader & (share.token < tokens),
+                )
+                to_record = to_record + lane.token
+                ptx.copy_async_wait(0 if self.grouped else 1)
+                ptx.sync_cta()
+
+                C, M = shared_products(lane, X, records)
+                for i in cutlass.range(heads if self.grouped else 1, unroll=1):
+                    here = buffer + ((parity + i) & 1) * self.tile.bytes
+                    bases = self.tile.lane_bases(here, lane)
+                    # hidden from the optimizer, which would keep every address of the row in
+                    # registers over this loop
+                    row_n, row_s = (ptx.opaque(n), ptx.opaque(s)) if self.grouped else (n, s)
+                    head = first_head + i
+                    head_G = element_address(rec_G, row_s, head)
+                    head_u = element_address(rec_u, row_s, head)
+                    values, raw, decays, deltas = next_v, next_raw, next_G, next_u
+                    if cutlass.const_expr(self.grouped):
+                        after = head + 1
+                        more = i + 1 < heads
+                        next_v = ptx.load_constant(
+                            element_address(v, row_n, lane.token, after, column),
+                            lane.tiles,
+                            live & more,
+                        )
+                        next_raw = request_token(
+                            element_address(a, row_n, lane.token, after),
+                            element_address(b, row_n, lane.token, after),
+                            element_address(A_log, after),
+                            element_address(dt_bias, after),
+                            live & more,
+                            more,
+                        )
+                        next_G = request_decays(
+                            element_address(rec_G, row_s, after), lane, cursor, more
+                        )
+                        next_u = request_deltas(
+                            element_address(rec_u, row_s, after), lane, cursor, first_row, more
+                        )
+                        ptx.copy_async_wait(1)
+                        ptx.sync_warp()
+                    R = state_products(lane, X, self.tile.reader(bases))
+                    gates = Gates(raw, lane, live)
+                    weights = Weights(decays, lane, cursor)
+                    base = ptx.select(commits, Float32(0.0), weights.total)
+                    ptx.store(
+                        head_G + Int64(to_record * 4),
+                        [ptx.float_to_bits(base + gates.c)],
+                        live & (first_row == 0) & (lane.quad == 0),
+                    )
+                    U = delta_columns(lane, deltas)
+                    H = add_history(R, C, weights, U)
+                    u, y = substitute(lane, self.tokens, gates, values, M, H)
+                    head_out = element_address(out, row_n, lane.token, head, column)
+                    ptx.store(head_out, pack_all(y), live)
+                    to_u = head_u + Int64(to_record * (HEAD * 2) + column * 2)
+                    ptx.store(to_u, pack_all(u), live)
+                    if commits:
+                        row = first_row + lane.operand_row + lane.odd
+                        target = element_address(state, row_s, head, row, lane.quad * 8)
+                        weighted = weigh(lane, weights, U)
+                        # a loop, because the compiler turns straight code under a branch into
+                        # predicated code that always runs
+                        for half in cutlass.range(2, unroll=1):
+                            fold(
+                                lane, half, weights.decay, weighted, records,
+                                self.tile.reader(bases, half),
+                                target + Int64(half * (self.tile.row_bytes // 2)), self.wide,
+                            )  # fmt: skip
+                    if cutlass.const_expr(self.grouped):
+                        ptx.sync_warp()
+                        later = i + 2 - heads
+                        later_s = ptx.select(later < 0, s, s_1)
+                        if later_s >= 0:
+                            later_within = ptx.select(later < 0, within, within_1)
+                            later_i = ptx.select(later < 0, i + 2, later)
+                            tile_at = self.tile_address(
+                                state, later_s, later_within, warp, heads, later_i
+                            )
+                            self.tile.request(here, tile_at, lane.index)
+                        ptx.copy_async_commit()
+                ptx.sync_cta()
+
+            n, within, s = n_1, within_1, s_1
+            n_1, within_1, s_1 = n_2, within_2, s_2
+            parity = (parity + heads) & 1
+
+    def tile_address(
+        self, state: cute.Tensor, s: Int32, within: Int32, warp: Int32, heads: Int32, i: Int32 | int
+    ) -> Int64:
+        row = (within % self.parts * self.warps + warp) * self.rows
+        return element_address(state, s, within // self.parts * heads + i, row)
+
+
+def advance_unit(
+    n: Int32, within: Int32, step_row: Int32, step_unit: Int32, row_units: Int32
+) -> tuple[Int32, Int32]:
+    """The unit one grid stride on, without a division."""
+    within = within + step_unit
+    wraps = within >= row_units
+    return n + step_row + Int32(wraps), ptx.select(wraps, within - row_units, within)
+
+
+def row_slot(slot: cute.Tensor, n: Int32, rows: Int32) -> Int32:
+    """The slot of row n; -1 past the end."""
+    s = ptx.load(element_address(slot, n), 1, n < rows)[0]
+    return ptx.select(n < rows, s, Int32(-1))
+
+
+class Materialize:
+    """The fold alone, from one slot's checkpoint and records into another slot's checkpoint."""
+
+    ROWS, WARPS = 16, 4
+
+    def __init__(self, state: str) -> None:
+        self.wide = STATE[state] is Float32
+
+    @cute.jit
+    def __call__(
+        self,
+        state: cute.Tensor,
+        rec_u: cute.Tensor,
+        rec_k: cute.Tensor,
+        rec_G: cute.Tensor,
+        bank: cute.Tensor,
+        src: cute.Tensor,
+        dst: cute.Tensor,
+        count: cute.Tensor,
+        stream: Any,
+    ) -> None:
+        self.kernel(state, rec_u, rec_k, rec_G, bank, src, dst, count).launch(
+            grid=(HEAD // (self.ROWS * self.WARPS), rec_u.shape[1], src.shape[0]),
+            block=(LANES * self.WARPS, 1, 1),
+            smem=Shared16.BYTES,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        state: cute.Tensor,
+        rec_u: cute.Tensor,
+        rec_k: cute.Tensor,
+        rec_G: cute.Tensor,
+        bank: cute.Tensor,
+        src: cute.Tensor,
+        dst: cute.Tensor,
+        count: cute.Tensor,
+    ) -> None:
+        part, head, n = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        lane = Lane(thread % LANES, self.ROWS // 8)
+        first_row = (part * self.WARPS + thread // LANES) * self.ROWS
+        key_head = head // (Int32(rec_u.shape[1]) // Int32(rec_k.shape[1]))
+        source = ptx.load(element_address(src, n), 1)[0]
+        target = ptx.load(element_address(dst, n), 1)[0]
+        if (source >= 0) & (target >= 0):
+            length = ptx.load(element_address(count, n), 1)[0]
+            cursor = Cursor(length, ptx.load(element_address(bank, source), 1)[0])
+            records = Shared16(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
+            slot_k = element_address(rec_k, source, key_head)
+            load_records(records, slot_k, cursor, thread, self.WARPS)
+            ptx.copy_async_commit()
+            every = Boolean(True)
+            head_G = element_address(rec_G, source, head)
+            weights = Weights(request_decays(head_G, lane, cursor, every), lane, cursor)
+            head_u = element_address(rec_u, source, head)
+            deltas = delta_columns(lane, request_deltas(head_u, lane, cursor, first_row, every))
+            row = first_row + lane.operand_row + lane.odd
+            column = lane.quad * 8
+            ptx.copy_async_wait(0)
+            ptx.sync_cta()
+            weighted = weigh(lane, weights, deltas)
+            for half in cutlass.range(2, unroll=1):
+                at = column + half * (HEAD // 2)
+                fold(
+                    lane, half, weights.decay, weighted, records,
+                    global_reader(element_address(state, source, head, row, at), self.wide),
+                    element_address(state, target, head, row, at), self.wide,
+                )  # fmt: skip
+
+
+def global_reader(lane_address: Int64, wide: bool) -> Callable[[int, int], list[Int32]]:
+    size = 4 if wide else 2
+
+    def read(tile: int, block: int) -> list[Int32]:
+        start = lane_address + Int64((tile * 2 * HEAD + block * 32) * size)
+        words: list[Int32] = []
+        for i in range(size // 2):
+            words += ptx.load(start + Int64(i * 16), 4)
+        return words
+
+    return read
+
+
+CURSOR_THREADS = 128
+
+
+@cute.kernel
+def advance_kernel(
+    hist_len: cute.Tensor,
+    bank: cute.Tensor,
+    slot: cute.Tensor,
+    n_acc: cute.Tensor,
+    tokens: Int32,
+) -> None:
+    block, _, _ = cute.arch.block_idx()
+    thread, _, _ = cute.arch.thread_idx()
+    n = block * CURSOR_THREADS + thread
+    s = row_slot(slot, n, Int32(slot.shape[0]))
+    live = s >= 0
+    accepted = ptx.load(element_address(n_acc, n), 1, live)[0]
+    length = ptx.load(element_address(hist_len, s), 1, live)[0]
+    current = ptx.load(element_address(bank, s), 1, live)[0]
+    commits = length + tokens > WINDOW
+    kept = ptx.select(commits, Int32(0), length)
+    ptx.store(element_address(hist_len, s), [kept + accepted], live)
+    ptx.store(element_address(bank, s), [ptx.select(commits, 1 - current, current)], live)
+
+
+@cute.jit
+def advance(
+    hist_len: cute.Tensor,
+    bank: cute.Tensor,
+    slot: cute.Tensor,
+    n_acc: cute.Tensor,
+    tokens: Int32,
+    stream: Any,
+) -> None:
+    """Once a step, after acceptance and after the last layer: the only writer of the cursors
+    besides reset.
+    """
+    advance_kernel(hist_len, bank, slot, n_acc, tokens).launch(
+        grid=((slot.shape[0] + CURSOR_THREADS - 1) // CURSOR_THREADS, 1, 1),
+        block=(CURSOR_THREADS, 1, 1),
+        stream=stream,
+    )
+
+
+@cute.kernel
+def reset_kernel(hist_len: cute.Tensor, bank: cute.Tensor, slot: cute.Tensor) -> None:
+    block, _, _ = cute.arch.block_idx()
+    thread, _, _ = cute.arch.thread_idx()
+    s = row_slot(slot, block * CURSOR_THREADS + thread, Int32(slot.shape[0]))
+    ptx.store(element_address(hist_len, s), [Int32(0)], s >= 0)
+    ptx.store(element_address(bank, s), [Int32(0)], s >= 0)
+
+
+@cute.jit
+def reset(hist_len: cute.Tensor, bank: cute.Tensor, slot: cute.Tensor, stream: Any) -> None:
+    """On allocation of a slot, after its prefill, on resume: no history, whatever records hold."""
+    reset_kernel(hist_len, bank, slot).launch(
+        grid=((slot.shape[0] + CURSOR_THREADS - 1) // CURSOR_THREADS, 1, 1),
+        block=(CURSOR_THREADS, 1, 1),
+        stream=stream,
+    )
+
+
+class Fakes:
+    """Fake arguments that share symbolic extents, so that the compiled module checks them against
+    each other.
+    """
+
+    def __init__(self) -> None:
+        self.extents: dict[str, Any] = {}
+
+    def extent(self, name: str | int) -> Any:
+        if isinstance(name, int):
+            return name
+        return self.extents.setdefault(name, cute.sym_int(32, symbol=name))
+
+    def tensor(
+        self,
+        dtype: Any,
+        shape: tuple[str | int, ...],
+        free: int,
+        divisibility: int = 1,
+        stride_bits: int = 32,
+    ) -> Any:
+        """The first ``free`` strides are symbolic multiples of ``divisibility`` elements, the
+        others dense.
+        """
+        strides: list[Any] = []
+        dense: Any = 1
+        for at in reversed(range(len(shape))):
+            if at < free:
+                strides.append(cute.sym_int(stride_bits, divisibility=divisibility))
+            else:
+                strides.append(dense)
+                dense = dense * shape[at] if at > free else dense
+        return make_fake_tensor(
+            dtype,
+            tuple(self.extent(x) for x in shape),
+            tuple(reversed(strides)),
+            assumed_align=dtype.width // 8 * divisibility,
+        )
+
+    def pools(self, state: str) -> tuple[Any, ...]:
+        wide = STATE[state]
+        return (
+            self.tensor(wide, ("slots", "HV", HEAD, HEAD), 1, 128 // wide.width, 64),
+            self.tensor(BFloat16, ("slots", "HV", 2, WINDOW, HEAD), 1, 8, 64),
+            self.tensor(BFloat16, ("slots", "HK", 2, WINDOW, HEAD), 1, 8, 64),
+            self.tensor(Float32, ("slots", "HV", 2, WINDOW), 1, 1, 64),
+        )
+
+    def cursors(self) -> tuple[Any, Any]:
+        return self.tensor(Int32, ("slots",), 0), self.tensor(Int32, ("slots",), 0)
+
+    def row_integers(self, count: int) -> tuple[Any, ...]:
+        return tuple(self.tensor(Int32, ("N",), 1) for _ in range(count))
+
+
+def lower(plan: Plan) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """The host function of a plan and the fake arguments to compile it with."""
+    fakes = Fakes()
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    if plan.op == "advance":
+        return advance, (*fakes.cursors(), *fakes.row_integers(2), Int32(1), stream)
+    if plan.op == "reset":
+        return reset, (*fakes.cursors(), *fakes.row_integers(1), stream)
+    state = str(plan["state"])
+    if plan.op == "materialize":
+        bank = fakes.cursors()[1]
+        rows = fakes.row_integers(3)
+        return Materialize(state), (*fakes.pools(state), bank, *rows, stream)
+
+    names = ("tokens", "rows", "warps", "grouped", "resident")
+    sizes = [plan.int(name) for name in names]
+    heads = fakes.tensor(Float32, ("HV",), 0)
+    key_rows = [fakes.tensor(BFloat16, ("N", "T", "HK", HEAD), 2, 8) for _ in range(2)]
+    value_rows = [fakes.tensor(BFloat16, ("N", "T", "HV", HEAD), 2, 8) for _ in range(2)]
+    gate_rows = [fakes.tensor(BFloat16, ("N", "T", "HV"), 2) for _ in range(2)]
+    return Verify(state, *sizes), (
+        *key_rows, value_rows[0], *gate_rows, heads, fakes.tensor(Float32, ("HV",), 0),
+        *fakes.pools(state), *fakes.cursors(), *fakes.row_integers(1), value_rows[1],
+        Float32(1.0), Int32(1), Int32(1), stream,
+    )  # fmt: skip

@@ -1,0 +1,68 @@
+"""What the compiler makes of the plans. Needs the compiler, no GPU."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+from specplan.plans.arch import Arch
+from specplan.plans.gdn_replay import FAMILY
+from specplan.plans.plan import Plan
+
+cute = pytest.importorskip("cutlass.cute")
+
+H200 = Arch("sm_90a", (9, 0), 132, 233472, 232448, "NVIDIA H200")
+GEOMETRY = {"key_heads": 16, "value_heads": 32}
+
+
+def compile_plan(plan: Plan, directory: Path) -> bytes:
+    from specplan.kernels.gdn_replay.kernel import lower
+
+    function, arguments = lower(plan)
+    options = f"--enable-tvm-ffi --gpu-arch {plan.arch} --keep-cubin --dump-dir {directory}"
+    cute.compile(function, *arguments, options=options)
+    (cubin,) = directory.glob("*.cubin")
+    return cubin.read_bytes()
+
+
+def registers_and_stack(cubin: bytes) -> tuple[int, int]:
+    """Of the one kernel in a cubin: attributes 0x2f and 0x11 of its .nv.info section."""
+    table, count, names = (
+        *struct.unpack_from("<Q", cubin, 0x28),
+        *struct.unpack_from("<HH", cubin, 0x3C),
+    )
+    sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + 64 * i) for i in range(count)]
+    found = {}
+    for section in sections:
+        start = sections[names][4] + section[0]
+        if cubin[start : cubin.index(b"\0", start)] != b".nv.info":
+            continue
+        at, end = section[4], section[4] + section[5]
+        while at < end:
+            form, attribute, size = struct.unpack_from("<BBH", cubin, at)
+            at += 4
+            if form == 4:
+                if attribute in (0x2F, 0x11):
+                    found[attribute] = struct.unpack_from("<II", cubin, at)[1]
+                at += size
+    return found[0x2F], found[0x11]
+
+
+@pytest.mark.parametrize("requests,registers", [(8, 128), (64, 255)])
+def test_verify_does_not_spill(requests: int, registers: int, tmp_path: Path) -> None:
+    splits = FAMILY.splits(GEOMETRY, requests, 4, "bf16", H200)
+    plan = FAMILY.plans(GEOMETRY, requests, 4, splits, "bf16", H200)[0]
+    used, stack = registers_and_stack(compile_plan(plan, tmp_path))
+    assert stack == 0
+    assert used <= registers
+    assert used * 32 * plan.int("warps") * plan.int("resident") <= 65536
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a", "sm_107a"])
+def test_other_archs_compile_from_the_same_source(arch: str, tmp_path: Path) -> None:
+    facts = Arch(arch, (10, 0), 148, 233472, 232448, "")
+    for plan in FAMILY.plans(GEOMETRY, 1, 8, 8, "fp32", facts):
+        folder = tmp_path / plan.op
+        folder.mkdir()
+        assert compile_plan(plan, folder)

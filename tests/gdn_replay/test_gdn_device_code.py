@@ -1,0 +1,117 @@
+"""The device code, executed lane by lane on a CPU, against the references."""
+
+from __future__ import annotations
+
+import emulator
+import pytest
+import torch
+from specplan.kernels.gdn_replay import cases, reference
+
+SCALE = cases.HEAD**-0.5
+POOLS = ("out", "state", "rec_u", "rec_k", "rec_G")
+#: state, tokens, rows a warp, warps, value heads of the key head, heads a unit
+SHAPES = [
+    ("bf16", 4, 32, 4, 2, 1),
+    ("bf16", 4, 32, 4, 2, 2),
+    ("bf16", 8, 32, 4, 3, 3),
+    ("bf16", 8, 16, 4, 1, 1),
+    ("fp32", 8, 16, 4, 2, 1),
+    ("bf16", 4, 8, 2, 1, 1),
+]
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    bits = torch.int16 if a.element_size() == 2 else torch.int32
+    return torch.equal(a.view(bits), b.view(bits))
+
+
+def small_step(state: str, tokens: int, heads: int, seed: int, lengths: list[int]) -> cases.Step:
+    geometry = {"key_heads": 1, "value_heads": heads}
+    given = torch.tensor(lengths)
+    return cases.make_step(geometry, len(lengths) - 1, tokens, state, seed=seed, lengths=given)
+
+
+@pytest.mark.parametrize("state,tokens,rows,warps,ratio,heads", SHAPES)
+def test_verify_against_the_matrix_form(
+    state: str, tokens: int, rows: int, warps: int, ratio: int, heads: int
+) -> None:
+    """One ulp of bf16 on out and u at most (the order of sums differs), 1e-5 on G; every other byte
+    the same.
+
+    Slots, q, k, v, a and b lie in wider memory, dead records are NaN and three rows share three
+    CTAs' strides, one padding.
+    """
+    step = small_step(state, tokens - 1, ratio, seed=3, lengths=[14, 5, 16, 0])
+    case = cases.verify_case(step, "emulated")
+    want = step.clone()
+    reference.verify_wy(**want.tensors)
+    untouched = case.errors()
+    assert untouched["out"] == float("inf")
+    emulator.verify(step.tensors, SCALE, state, tokens, rows, warps, heads, ctas=3)
+    assert max(case.errors().values()) < 1.0, case.errors()
+    ulp = 2.0**-7
+    for name in POOLS:
+        got, near = step.tensors[name].float(), want.tensors[name].float()
+        rtol = 1e-5 if step.tensors[name].dtype == torch.float32 else ulp
+        torch.testing.assert_close(got, near, atol=2e-5, rtol=rtol, equal_nan=True)
+
+
+def test_rows_do_not_depend_on_shape_slot_or_order() -> None:
+    step = small_step("bf16", 3, 2, seed=5, lengths=[13, 2, 16, 9])
+    other = step.clone()
+    emulator.verify(step.tensors, SCALE, "bf16", 4, 32, 4, 2, ctas=2)
+    order = torch.tensor([2, 0, 1])
+    for name in ("qkv", "ba", "slots"):
+        other.backing[name].copy_(other.backing[name][order])
+    emulator.verify(other.tensors, SCALE, "bf16", 4, 16, 4, 1, ctas=7)
+    assert same_bits(other.backing["out"], step.backing["out"][order])
+    for name in ("state", "rec_u", "rec_k", "rec_G"):
+        assert same_bits(other.backing[name], step.backing[name])
+
+
+@pytest.mark.parametrize("poisoned", ["q", "k", "v", "a", "b"])
+def test_a_token_does_not_reach_earlier_ones(poisoned: str) -> None:
+    step = small_step("bf16", 3, 1, seed=6, lengths=[4, 11])
+    other = step.clone()
+    other.tensors[poisoned][:, 2] = float("nan")
+    for one in (step, other):
+        emulator.verify(one.tensors, SCALE, "bf16", 4, 32, 4, 1, ctas=9)
+    assert same_bits(other.tensors["out"][:, :2], step.tensors["out"][:, :2])
+    assert same_bits(other.backing["state"], step.backing["state"])
+
+
+@pytest.mark.parametrize("state", ["bf16", "fp32"])
+def test_materialize(state: str) -> None:
+    step = cases.make_step({"key_heads": 1, "value_heads": 2}, 3, 2, state, seed=4, spare=3)
+    t = step.tensors
+    src = torch.tensor([0, 1, -1], dtype=torch.int32)
+    dst = torch.tensor([4, 1, 5], dtype=torch.int32)
+    count = t["hist_len"][:3].clone()
+    count[0] -= 1
+    want = step.clone()
+    w = want.tensors
+    pools = ("state", "rec_u", "rec_k", "rec_G", "bank")
+    reference.materialize(*(w[name] for name in pools), src, dst, count)
+    emulator.materialize([*(t[name] for name in pools), src, dst, count], state)
+    rtol = 2.0**-7 if state == "bf16" else 1e-5
+    torch.testing.assert_close(t["state"].float(), w["state"].float(), atol=1e-5, rtol=rtol)
+    for slot in (0, 2, 3, 5):
+        assert same_bits(t["state"][slot], w["state"][slot])
+    for name in ("rec_u", "rec_k", "rec_G"):
+        assert same_bits(step.backing[name], want.backing[name])
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_cursors(tokens: int) -> None:
+    hist_len = torch.arange(17, dtype=torch.int32).repeat(2)
+    bank = (torch.arange(34, dtype=torch.int32) // 17) % 2
+    table = torch.stack((torch.randperm(34).int(), torch.zeros(34).int()), dim=1)
+    table[::5, 0] = -1
+    slot, n_acc = table[:, 0], (torch.arange(34, dtype=torch.int32) % (tokens + 1))
+    want = hist_len.clone(), bank.clone()
+    reference.advance(*want, slot, n_acc, tokens)
+    emulator.advance([hist_len, bank, slot, n_acc], tokens)
+    assert torch.equal(hist_len, want[0]) and torch.equal(bank, want[1])
+    reference.reset(*want, slot[:9])
+    emulator.reset([hist_len, bank, slot[:9]])
+    assert torch.equal(hist_len, want[0]) and torch.equal(bank, want[1])
