@@ -66,7 +66,9 @@ def test_launch_parameters_and_order_of_constants_survive(built: Manifest) -> No
     symbol, plan = next(iter(built.plans.items()))
     spec = (("zeta", 1), ("alpha", True), ("mid", "int64"))
     uses = (Use(symbol, (("splits", 3), ("ctas", 4))),)
-    group = replace(built.groups[0], uses=uses)
+    group = replace(built.groups[0], uses=uses, automatic=False, certified=True)
+    assert built.groups[0].automatic
+    assert not built.groups[0].certified
     changed = replace(built, plans={symbol: replace(plan, spec=spec)}, groups=(group,))
     again = manifest.loads(manifest.dumps(changed), HERE)
     assert again == changed
