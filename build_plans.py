@@ -1,4 +1,4 @@
-"""The build step as a script: catalog -> reachable plans -> packs. The same as ``specplan build``."""
+"""The build step as a script: catalog -> reachable plans -> packs, like ``specplan build``."""
 
 from specplan.tools.build.pipeline import main
 

@@ -1,4 +1,4 @@
-"""Puts the catalog and the certificates, which lie at the root of the repository, into the package."""
+"""Puts the catalog and the certificates, which lie at the repository's root, into the package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 class BuildPy(build_py):
-    """``build_py`` that also copies the claims and their evidence beside the code that reads them."""
+    """``build_py`` that also copies the claims and their evidence beside their reader."""
 
     def run(self) -> None:
         super().run()

@@ -1,7 +1,8 @@
 """Measuring: graph nodes, host time of calls, and the arms beside which a figure means something.
 
-GPU time of one call is a CUDA graph of back-to-back calls, replayed, over the number of calls. Host time of one call is a loop
-that never waits for the GPU. All arms of a comparison run in one process, alternating over rounds; figures are medians of rounds.
+GPU time of one call is a CUDA graph of back-to-back calls, replayed, over the number of calls. Host
+time of one call is a loop that never waits for the GPU. All arms of a comparison run in one
+process, alternating over rounds; figures are medians of rounds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ Call = Callable[[], Any]
 def graph_times(
     arms: Mapping[str, Sequence[Call]], *, nodes: int = 64, rounds: int = 15
 ) -> dict[str, float]:
-    """Median µs of one call inside a CUDA graph, by arm. An arm is one call for each rotating buffer set."""
+    """Median µs of one call inside a CUDA graph, by arm. An arm is one call for each rotating
+    buffer set.
+    """
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     for name, calls in arms.items():
         for call in calls:

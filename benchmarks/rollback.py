@@ -2,8 +2,9 @@
 
     python benchmarks/rollback.py --packs packs --out benchmarks/results/rollback.json
 
-12 bf16 planes with rows of 256 bytes and one int32 plane with rows of 12 bytes, places random, half of the rows rejected. Buffers rotate;
-at 2048 rows the sets are several times the 60 MB L2, at few rows a step's rows fit L2 as they do in a server.
+12 bf16 planes with rows of 256 bytes and one int32 plane with rows of 12 bytes, places random, half
+of the rows rejected. Buffers rotate; at 2048 rows the sets are several times the 60 MB L2, at few
+rows a step's rows fit L2 as they do in a server.
 """
 
 from __future__ import annotations
@@ -147,7 +148,8 @@ def main() -> None:
         options.out,
         "rollback",
         rows,
-        method="CUDA graph over rotating buffer sets (8; 24 at 512 rows and more), medians; restore = (gather + restore) - gather",
+        method="CUDA graph over rotating buffer sets (8; 24 at 512 rows and more), medians; "
+        "restore = (gather + restore) - gather",
         seconds=round(time.monotonic() - begin, 1),
     )
 

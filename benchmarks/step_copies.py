@@ -1,4 +1,5 @@
-"""scatter and gather beside the torch ops that they replace, an empty kernel and a raw launch, in one run.
+"""scatter and gather beside the torch ops that they replace, an empty kernel and a raw launch, in
+one run.
 
 python benchmarks/step_copies.py --packs packs --out benchmarks/results/step_copies.json
 """
@@ -20,7 +21,8 @@ from specplan.kernels.case import ExactCase
 from specplan.kernels.gather.cases import GatherCase
 from specplan.kernels.scatter.cases import ScatterCase
 
-#: Rotating buffer sets of one arm. They fit L2 many times over, as they do in a server between two steps: L2 is warm.
+#: Rotating buffer sets of one arm. They fit L2 many times over, as they do in a server between two
+#: steps: L2 is warm.
 SETS = 8
 
 
@@ -97,7 +99,9 @@ def cases(family: str, requests: int, tokens: int, device: torch.device) -> list
 
 
 def with_long_slots(case: ExactCase) -> dict[str, Any]:
-    """torch's index copies take int64 indices; a server keeps them so, and the conversion is not timed."""
+    """torch's index copies take int64 indices; a server keeps them so, and the conversion is not
+    timed.
+    """
     slots = case.arguments()["slots"].long()
     return {**case.arguments(), "slots": slots}
 
@@ -158,7 +162,9 @@ t5 = time.perf_counter(); print(t2 - t1, t4 - t3, t5 - t4)
 
 
 def start_times(packs: str) -> dict[str, float]:
-    """Seconds in a fresh process, medians of 5: import beyond torch, load + verify (tvm-ffi's import included), prepare."""
+    """Seconds in a fresh process, medians of 5: import beyond torch, load + verify (tvm-ffi's
+    import included), prepare.
+    """
     samples = []
     for _ in range(5):
         code = _START.format(packs=packs)
@@ -191,7 +197,8 @@ def main() -> None:
         options.out,
         "step_copies",
         rows,
-        method="CUDA graph of 64 nodes over 8 buffer sets, L2 warm, median of 15 replays; host: median of 25 rounds of 400 calls",
+        method="CUDA graph of 64 nodes over 8 buffer sets, L2 warm, median of 15 replays; "
+        "host: median of 25 rounds of 400 calls",
         start=start,
         seconds=round(time.monotonic() - begin, 1),
     )

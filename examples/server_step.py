@@ -1,8 +1,9 @@
-"""The README's server snippet as a program: store what the sampler accepted, then fetch the next step's inputs."""
-
-import torch
+"""The README's server snippet as a program: store what the sampler accepted, then fetch the next
+step's inputs.
+"""
 
 import specplan
+import torch
 
 pack = specplan.load()  # $SPECPLAN_PACKS, the installed wheel, or the per-user directory
 pack.prepare()  # load GPU code now, not inside graph capture

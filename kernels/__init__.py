@@ -1,1 +1,3 @@
-"""Device code, references and input cases, one folder a family. Importing this package imports no compiler."""
+"""Device code, references and input cases, one folder a family. Importing this package imports no
+compiler.
+"""

@@ -1,8 +1,9 @@
 """Input cases: what tests, certification and benchmarks call an op with, and what must come out.
 
-A case keeps its buffers for its whole life and rewrites them in place, so that a captured graph can be replayed over new inputs.
-Bit-exact families put all their tensors into one arena with guard words between them; then one comparison covers every output, every
-input that must not change, and every stray write.
+A case keeps its buffers for its whole life and rewrites them in place, so that a captured graph can
+be replayed over new inputs. Bit-exact families put all their tensors into one arena with guard
+words between them; then one comparison covers every output, every input that must not change, and
+every stray write.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import torch
 class Comparison:
     """One buffer, compared whole.
 
-    ``error`` is a zero-dimensional tensor on the case's device, so that many comparisons cost one synchronisation; a comparison holds if
-    ``error <= bound``, and NaN never does.
+    ``error`` is a zero-dimensional tensor on the case's device, so that many comparisons cost one
+    synchronisation; a comparison holds if ``error <= bound``, and NaN never does.
     """
 
     buffer: str
@@ -64,11 +65,12 @@ class Case(Protocol):
         ...
 
     def identical(self, snapshot: Any) -> torch.Tensor:
-        """The number of elements that differ in bits from a snapshot, as a zero-dimensional tensor."""
+        """How many elements differ in bits from a snapshot, as a zero-dimensional tensor."""
         ...
 
 
-#: Guard words before, between and after the tensors of an arena: a stray write of one row or one warp lands in them.
+#: Guard words before, between and after the tensors of an arena: a stray write of one row or one
+#: warp lands in them.
 GUARD = 64
 
 
@@ -89,7 +91,9 @@ class Arena:
         self.words = GUARD
 
     def add(self, name: str, *shape: int, row_stride: int | None = None) -> None:
-        """Reserve a tensor; ``row_stride`` (in words) leaves a gap of guard words after each row of a 2-D tensor."""
+        """Reserve a tensor; ``row_stride`` (in words) leaves a gap of guard words after each row of
+        a 2-D tensor.
+        """
         stride = [prod(shape[i + 1 :]) for i in range(len(shape))]
         if row_stride is not None:
             stride[0] = row_stride
@@ -109,9 +113,11 @@ class Arena:
 
 
 class ExactCase:
-    """A case of a bit-exact family: int32 tensors in one arena, integers, and a reference that works in place.
+    """A case of a bit-exact family: int32 tensors in one arena, integers, and a reference that
+    works in place.
 
-    Subclasses fill ``arena`` and ``integers`` before they call this constructor, and implement ``shape_inputs``.
+    Subclasses fill ``arena`` and ``integers`` before they call this constructor, and implement
+    ``shape_inputs``.
     """
 
     measure = "elements that differ"
@@ -131,7 +137,9 @@ class ExactCase:
         raise NotImplementedError
 
     def shape_inputs(self, generator: torch.Generator) -> None:
-        """Give the inputs that are indices or lengths their values; everything is random words already."""
+        """Give the inputs that are indices or lengths their values; everything is random words
+        already.
+        """
         raise NotImplementedError
 
     def pick(self) -> Mapping[str, Any]:

@@ -1,7 +1,7 @@
 """Single words of global memory by pointer and 64-bit offset.
 
-A kernel that takes pointers and the few integers it needs, instead of whole tensors with all their extents and strides, has a third of
-the parameters; short kernels wait for each line of them.
+A kernel that takes pointers and the few integers it needs, instead of whole tensors with all their
+extents and strides, has a third of the parameters; short kernels wait for each line of them.
 """
 
 from __future__ import annotations

@@ -1,1 +1,3 @@
-"""Pure Python: catalog, cells, planning rules, pack manifest, certificates, coverage. Imports neither torch nor cutlass."""
+"""Pure Python: catalog, cells, planning rules, pack manifest, certificates, coverage. Imports
+neither torch nor cutlass.
+"""

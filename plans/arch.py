@@ -1,7 +1,7 @@
 """The compile targets, and the facts about them that planning may use.
 
-Planning must come out the same on a laptop, in CI and on the server, so nothing here queries a GPU: the facts are catalog
-data, and this module is only their shape.
+Planning must come out the same on a laptop, in CI and on the server, so nothing here queries a GPU:
+the facts are catalog data, and this module is only their shape.
 """
 
 from __future__ import annotations

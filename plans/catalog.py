@@ -1,7 +1,8 @@
 """The catalog: every cell that is claimed to work, read strictly from ``catalog.yaml``.
 
-An unknown key, a duplicate cell, a value out of range or a misspelt name is an error with file, line, column and the nearest
-valid spelling. Nothing is defaulted: what the file does not say is not claimed.
+An unknown key, a duplicate cell, a value out of range or a misspelt name is an error with file,
+line, column and the nearest valid spelling. Nothing is defaulted: what the file does not say is not
+claimed.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Catalog:
         ]
 
     def is_automatic(self, cell: Cell) -> bool:
-        """Whether a cell's splits are what the planning rule chooses when nobody asks for others."""
+        """Whether a cell's splits are the planning rule's own choice."""
         geometry = self.problems[cell.family][cell.problem]
         return cell.splits == FAMILIES[cell.family].splits(
             geometry, cell.requests, cell.tokens, cell.dtype, self.archs[cell.arch]
@@ -143,6 +144,8 @@ def loads(text: str, source: str = "catalog.yaml") -> Catalog:
         raise CatalogError(source, mark, f"not YAML: {detail}") from error
     except RecursionError as error:
         raise CatalogError(source, None, "not a catalog: nested too deeply") from error
+    except UnicodeEncodeError as error:
+        raise CatalogError(source, None, f"not YAML: {error}") from error
     if node is None:
         raise CatalogError(source, None, "is empty")
     return _Reader(source).catalog(node)
@@ -153,7 +156,9 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Reader:
-    """Walks YAML nodes, which know their place in the file, instead of the values that they stand for."""
+    """Walks YAML nodes, which know their place in the file, instead of the values that they stand
+    for.
+    """
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -198,7 +203,7 @@ class _Reader:
             raise self.fail(node, f"{what} must be an integer")
         try:
             value = int(yaml.SafeLoader("").construct_yaml_int(node))
-        except ValueError as error:
+        except (ValueError, IndexError) as error:  # IndexError: an empty scalar tagged !!int
             raise self.fail(node, f"{what} must be an integer") from error
         if not low <= value <= high:
             raise self.fail(node, f"{what} is {value}, outside {low}..{high}")
@@ -206,7 +211,7 @@ class _Reader:
 
     def integers(self, node: yaml.Node, what: str, low: int, high: int) -> tuple[int, ...]:
         nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        values: list[int] = []
+        values: set[int] = set()
         for item in nodes:
             if not isinstance(item, yaml.ScalarNode):
                 raise self.fail(item, f"{what} must be integers or ranges such as 1..256")
@@ -217,9 +222,9 @@ class _Reader:
             for value in part:
                 if not low <= value <= high:
                     raise self.fail(item, f"{what} has {value}, outside {low}..{high}")
-                if value in values[-1:] or value in set(values):
+                if value in values:
                     raise self.fail(item, f"{what} has {value} twice")
-            values.extend(part)
+            values.update(part)
         if not values:
             raise self.fail(node, f"{what} is empty")
         return tuple(sorted(values))
@@ -289,7 +294,7 @@ class _Reader:
         )
         if name != f"sm_{major}{minor}a":
             raise self.fail(
-                node,
+                capability,
                 f"{what} does not name capability {major}.{minor}: expected sm_{major}{minor}a",
             )
         return Arch(
@@ -374,7 +379,7 @@ class _Reader:
         return claims
 
     def in_block(self, block: Block, problem: str) -> CatalogError:
-        return CatalogError(self.source, yaml.Mark("", 0, block.line - 1, 0, None, None), problem)
+        return CatalogError(self.source, yaml.Mark("", 0, block.line - 1, 0, "", 0), problem)
 
 
 def suggest(name: Any, known: Iterable[str]) -> str:

@@ -25,7 +25,9 @@ class State(str, Enum):
 class Cell(NamedTuple):
     """One (family, problem, requests x tokens, splits, dtype, arch).
 
-    A named tuple, because a catalog has hundreds of thousands and they are dictionary keys. ``rows`` is requests x tokens per request; ``splits`` is how many CTAs share one unit of a row's work.
+    A named tuple, because a catalog has hundreds of thousands and they are dictionary keys.
+    ``rows`` is requests x tokens per request; ``splits`` is how many CTAs share one unit of a row's
+    work.
     """
 
     family: str
@@ -64,7 +66,8 @@ class Cell(NamedTuple):
 def nearest(wanted: Cell, cells: Iterable[Cell], count: int = 3) -> list[Cell]:
     """The cells closest to one that is not there, the ones that agree in dtype and problem first.
 
-    Distance is in powers of two of requests and tokens, since a server rounds its batch up to what it has graphs for.
+    Distance is in powers of two of requests and tokens, since a server rounds its batch up to what
+    it has graphs for.
     """
 
     def distance(cell: Cell) -> tuple[int, int, int, float, Cell]:

@@ -1,8 +1,10 @@
-"""Certificates: the evidence that a plan's device code passed every check of its cells on a named GPU.
+"""Certificates: the evidence that a plan's device code passed every check of its cells on a named
+GPU.
 
-One file an arch and family, ``certificates/<arch>/<family>.yaml``. A certificate binds to bits: to the hash of the device code, to
-the launch code's, to the signature, and for each cell to the launch parameters and the problem's geometry. If any of these
-changes, the certificate no longer matches and the cell falls back to candidate.
+One file an arch and family, ``certificates/<arch>/<family>.yaml``. A certificate binds to bits: to
+the hash of the device code, to the launch code's, to the signature, and for each cell to the launch
+parameters and the problem's geometry. If any of these changes, the certificate no longer matches
+and the cell falls back to candidate.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from specplan.plans.cell import Cell
 from specplan.plans.manifest import Manifest, Use
 
 SCHEMA = 1
+#: The mismatch of a certificate that says nothing of a cell.
+NO_EVIDENCE = "no evidence for this cell"
 
 
 class CertificateError(ValueError):
@@ -38,8 +42,8 @@ class CertifiedPlan:
 class Result:
     """What was measured for one cell.
 
-    ``error`` is in the unit that ``measure`` names; ``bound`` is the most that the check allows; ``checks`` is how many comparisons
-    of whole buffers were made.
+    ``error`` is in the unit that ``measure`` names; ``bound`` is the most that the check allows;
+    ``checks`` is how many comparisons of whole buffers were made.
     """
 
     measure: str
@@ -50,7 +54,7 @@ class Result:
 
 @dataclass(frozen=True)
 class CertifiedCell:
-    """One cell's evidence: the plans that ran, with their launch parameters, and what was measured."""
+    """One cell's evidence: the plans that ran, their launch parameters, what was measured."""
 
     problem: str
     dtype: str
@@ -86,7 +90,7 @@ class Certificate:
             (cell.problem, cell.dtype, cell.splits, cell.tokens, cell.requests)
         )
         if evidence is None:
-            return "no evidence for this cell"
+            return NO_EVIDENCE
         geometry = manifest.problems[cell.family][cell.problem]
         if self.problems.get(cell.problem) != geometry:
             return f"the geometry of problem {cell.problem!r} changed"
@@ -118,7 +122,9 @@ class Certificate:
 
 
 def default_directory() -> Path:
-    """The certificates of this installation: packaged beside the code, or at the root of a checkout."""
+    """The certificates of this installation: packaged beside the code, or at the root of a
+    checkout.
+    """
     packaged = Path(__file__).with_name("certificates")
     if packaged.is_dir():
         return packaged
@@ -226,8 +232,8 @@ def dumps(certificate: Certificate) -> str:
         ],
     }
     header = (
-        "# Written by `specplan certify`. Evidence, not configuration: it binds to the device code that it names,\n"
-        "# and an edit makes it false.\n"
+        "# Written by `specplan certify`. Evidence, not configuration: it binds to the device code "
+        "that it names,\n# and an edit makes it false.\n"
     )
     return header + yaml.safe_dump(body, sort_keys=False, width=140, default_flow_style=None)
 

@@ -1,4 +1,4 @@
-"""Coverage: for every cell of the catalog, what the packs and the certificates together say of it."""
+"""Coverage: what the packs and the certificates together say of every cell of the catalog."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def compute(
 ) -> Coverage:
     """Judge every cell of the catalog on the given archs.
 
-    With ``strict``, evidence that no claim uses is a complaint too: a certificate for cells that the catalog does not have, and a
-    pack whose table is not the planning rule's.
+    With ``strict``, evidence that no claim uses is a complaint too: a certificate for cells that
+    the catalog does not have, and a pack whose table is not the planning rule's.
     """
     directories = list(certificate_directories)
     packs = packs_under(root)
@@ -162,11 +162,12 @@ class _Judge:
                 mismatches.append(mismatch)
         if not claimed_certified:
             return Row(cell, State.CANDIDATE, claimed, symbols, "")
-        if all(mismatch == "no evidence for this cell" for mismatch in mismatches):
+        stale = [mismatch for mismatch in mismatches if mismatch != certificates.NO_EVIDENCE]
+        if not stale:
             return Row(
                 cell, State.CANDIDATE, claimed, symbols, "claimed certified, without a certificate"
             )
-        return Row(cell, State.STALE, claimed, symbols, mismatches[0])
+        return Row(cell, State.STALE, claimed, symbols, stale[0])
 
     def orphans(self, family: str | None) -> list[str]:
         """Evidence and plans that no claim of the catalog uses."""
@@ -188,14 +189,14 @@ class _Judge:
                 )
                 if unclaimed:
                     complaints.append(
-                        f"certificate {certificate.arch}/{certificate.family} has {unclaimed} cells that the "
-                        "catalog does not claim"
+                        f"certificate {certificate.arch}/{certificate.family} has {unclaimed} "
+                        "cells that the catalog does not claim"
                     )
         if self.manifest is not None:
             extra = sum(cell not in self.catalog.claims for cell, _ in self.manifest.cells(family))
             if extra:
                 complaints.append(
-                    f"the {self.manifest.arch} pack has {extra} cells that the catalog does not have"
+                    f"the {self.manifest.arch} pack has {extra} cells that the catalog lacks"
                 )
         return complaints
 

@@ -1,7 +1,8 @@
 """Device code inside objects: find it, hash it, and read its registers and local-memory traffic.
 
-A compiled plan carries its device code as a CUDA ELF image in the data of a host object. The bytes found here are the bytes that
-the driver gets, so a hash of them binds a certificate to what runs, whatever file they travel in.
+A compiled plan carries its device code as a CUDA ELF image in the data of a host object. The bytes
+found here are the bytes that the driver gets, so a hash of them binds a certificate to what runs,
+whatever file they travel in.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 _ELF = b"\x7fELF\x02\x01\x01"
 _MACHINE_CUDA = 190
 _NV_INFO_REGISTERS = 0x2F
-#: Low 12 bits of the first word of the 16-byte instructions that load from and store to local memory, sm_70 to sm_120.
+#: Low 12 bits of the first word of the 16-byte instructions that load from and store to local
+#: memory, sm_70 to sm_120.
 _LOCAL_OPCODES = frozenset({0x983, 0x387})
 
 
@@ -31,7 +33,8 @@ class DeviceCode:
     registers
         Registers a thread, the most of all kernels.
     spills
-        Instructions that load from or store to local memory, in all kernels: 0 means that nothing was spilled.
+        Instructions that load from or store to local memory, in all kernels: 0 means that nothing
+        was spilled.
     """
 
     sha256: str
@@ -98,7 +101,9 @@ def read(image: bytes) -> DeviceCode:
 
 
 def _attributes(info: bytes) -> Iterator[int]:
-    """The register counts of an ``.nv.info`` section: (format, attribute, size) headers, sized payloads."""
+    """The register counts of an ``.nv.info`` section: (format, attribute, size) headers, sized
+    payloads.
+    """
     at = 0
     while at + 4 <= len(info):
         form, attribute, size = struct.unpack_from("<BBH", info, at)

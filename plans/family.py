@@ -1,4 +1,6 @@
-"""What every family tells the other rooms about itself: its problems, its ops and its planning rule."""
+"""What every family tells the other rooms about itself: its problems, its ops and its planning
+rule.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,14 @@ from specplan.plans.plan import Plan
 class Family(Protocol):
     """The planning side of one family (``plans/<family>.py`` exports it as ``FAMILY``).
 
-    A *problem* is the family's fixed geometry, given in the catalog as a mapping of integers; the family says which keys
-    it takes and checks them. The planning rule is a pure function of integers: it may use the catalog's facts about the
-    arch and nothing else.
+    A *problem* is the family's fixed geometry, given in the catalog as a mapping of integers; the
+    family says which keys it takes and checks them. The planning rule is a pure function of
+    integers: it may use the catalog's facts about the arch and nothing else.
     """
 
     name: str
-    #: Ops in the order in which documentation shows them. A family with one op names it like itself.
+    #: Ops in the order in which documentation shows them. A family with one op names it like
+    #: itself.
     ops: tuple[str, ...]
     #: Names of the dtype axis, for example ``("int32",)``.
     dtypes: tuple[str, ...]
@@ -36,7 +39,9 @@ class Family(Protocol):
     def splits(
         self, geometry: Mapping[str, int], requests: int, tokens: int, dtype: str, arch: Arch
     ) -> int:
-        """The splits that the planning rule chooses for a cell whose catalog entry says ``splits: auto``."""
+        """The splits that the planning rule chooses for a cell whose catalog entry says ``splits:
+        auto``.
+        """
         ...
 
     def plans(

@@ -1,7 +1,8 @@
 """Planning of ``gather``: one plan for each pair of store widths and power of two of tokens.
 
-Requests, drafts and every address are run-time values of the kernel. The store widths are extents that the compiled module
-checks; tokens choose how many lanes a request takes, so that no thread divides.
+Requests, drafts and every address are run-time values of the kernel. The store widths are extents
+that the compiled module checks; tokens choose how many lanes a request takes, so that no thread
+divides.
 """
 
 from __future__ import annotations

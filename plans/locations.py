@@ -21,7 +21,9 @@ def packaged_directory() -> Path:
 
 
 def build_directory() -> Path:
-    """Where a build without ``--out`` puts its packs: ``$SPECPLAN_PACKS``, else the per-user directory."""
+    """Where a build without ``--out`` puts its packs: ``$SPECPLAN_PACKS``, else the per-user
+    directory.
+    """
     named = os.environ.get(ENVIRONMENT)
     return Path(named) if named else user_directory()
 

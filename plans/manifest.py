@@ -1,7 +1,8 @@
 """The manifest of a pack: what was built, from what, and which cell uses which plan.
 
-A pack is one directory for one arch: shared objects named by their content, and ``manifest.json``, which is written last. The
-manifest holds the full cell -> plan table, so a reader needs neither the planning rules nor YAML.
+A pack is one directory for one arch: shared objects named by their content, and ``manifest.json``,
+which is written last. The manifest holds the full cell -> plan table, so a reader needs neither the
+planning rules nor YAML.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ NAME = "manifest.json"
 
 
 class ManifestError(ValueError):
-    """A manifest that cannot be used; ``reason`` is ``missing``, ``unreadable``, ``edited`` or ``schema``."""
+    """A manifest that cannot be used; ``reason`` is ``missing``, ``unreadable``, ``edited`` or
+    ``schema``.
+    """
 
     def __init__(self, path: Path, reason: str, detail: str) -> None:
         self.path = path
@@ -56,7 +59,8 @@ class PlanRecord:
     signature: str
     #: sha256 of the CUDA image that the driver gets.
     device_code: str
-    #: sha256 of the launch code before it is lowered to host instructions: grid, cluster, argument checks.
+    #: sha256 of the launch code before it is lowered to host instructions: grid, cluster, argument
+    #: checks.
     host_code: str
     registers: int
     spills: int
@@ -66,7 +70,9 @@ class PlanRecord:
 
 @dataclass(frozen=True)
 class Use:
-    """A plan as a cell uses it: the compiled function, and the launch parameters passed with each call."""
+    """A plan as a cell uses it: the compiled function, and the launch parameters passed with each
+    call.
+    """
 
     symbol: str
     launch: tuple[tuple[str, int], ...] = ()
@@ -76,8 +82,8 @@ class Use:
 class Group:
     """Cells of one problem, dtype and splits that use the same plans.
 
-    ``automatic``: the splits are the planning rule's choice for these cells, so a call that names no splits gets them.
-    ``certified``: a certificate covers these cells with these bits.
+    ``automatic``: the splits are the planning rule's choice for these cells, so a call that names
+    no splits gets them. ``certified``: a certificate covers these cells with these bits.
     """
 
     family: str
@@ -151,7 +157,9 @@ class Manifest:
 def group_cells(
     entries: Iterable[tuple[Cell, tuple[Use, ...], bool, bool]],
 ) -> tuple[Group, ...]:
-    """Compress ``(cell, uses, automatic, certified)`` into groups; the same for the same set of cells."""
+    """Compress ``(cell, uses, automatic, certified)`` into groups; the same for the same set of
+    cells.
+    """
     sorted_cells: dict[
         tuple[str, str, str, int, tuple[Use, ...], bool, bool], dict[int, set[int]]
     ] = {}
@@ -246,7 +254,9 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 
 def loads(text: str, path: Path) -> Manifest:
-    """Read a manifest; every way in which it can be unusable is a ``ManifestError`` that says which."""
+    """Read a manifest; every way in which it can be unusable is a ``ManifestError`` that says
+    which.
+    """
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -261,8 +271,8 @@ def loads(text: str, path: Path) -> Manifest:
         raise ManifestError(
             path,
             "schema",
-            f"was written by {age} version of specplan (schema {schema!r}, this one reads {SCHEMA}); "
-            "build the pack again with this version",
+            f"was written by {age} version of specplan (schema {schema!r}, this one reads "
+            f"{SCHEMA}); build the pack again with this version",
         )
     if body.get("digest") != _digest(body):
         raise ManifestError(
@@ -348,7 +358,7 @@ def read(directory: Path) -> Manifest:
 
 
 def packs_under(root: Path) -> dict[str, Path]:
-    """Pack directories by arch: the root itself, or its subdirectories, where there is a manifest."""
+    """Pack directories by arch: the root itself, or the subdirectories that have a manifest."""
     if (root / NAME).is_file():
         try:
             return {read(root).arch: root}
@@ -375,7 +385,7 @@ def check_object(directory: Path, record: ObjectRecord) -> str | None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write beside, fsync, rename, fsync the directory: a reader sees the old file or the new one."""
+    """Write beside, fsync, rename, fsync the directory: a reader sees the old file or the new."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with beside.open("wb") as file:

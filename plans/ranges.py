@@ -1,4 +1,6 @@
-"""Compact integer sets, as the catalog, the manifest and the certificates spell them: ``1..64, 72..256/8``."""
+"""Compact integer sets, as the catalog, the manifest and the certificates spell them: ``1..64,
+72..256/8``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ _ITEM = re.compile(r"(-?\d+)(?:\.\.(-?\d+)(?:/(\d+))?)?")
 
 
 def parse(text: str | int) -> tuple[int, ...]:
-    """The sorted integers of ``"1..64, 72..256/8"``; ValueError on anything else, on overlap and on an empty range."""
+    """The sorted integers of ``"1..64, 72..256/8"``; ValueError on anything else, on overlap and on
+    an empty range.
+    """
     if isinstance(text, int):
         return (text,)
     values: list[int] = []
@@ -22,7 +26,7 @@ def parse(text: str | int) -> tuple[int, ...]:
         step = int(match[3]) if match[3] else 1
         if step < 1 or last < first:
             raise ValueError(f"{part.strip()!r} is an empty range")
-        if last - first > 1_000_000:
+        if (last - first) // step >= 1_000_000:
             raise ValueError(f"{part.strip()!r} has more than a million values")
         values.extend(range(first, last + 1, step))
     if len(set(values)) != len(values):
@@ -33,7 +37,8 @@ def parse(text: str | int) -> tuple[int, ...]:
 def spell(values: Iterable[int]) -> str:
     """The compact spelling of a set of integers; ``parse`` reads it back.
 
-    Three or more evenly spaced values become a range, so the text grows with the irregularity of the set and not with its size.
+    Three or more evenly spaced values become a range, so the text grows with the irregularity of
+    the set and not with its size.
     """
     ordered = sorted(set(values))
     parts: list[str] = []
@@ -44,7 +49,8 @@ def spell(values: Iterable[int]) -> str:
             step = ordered[end] - ordered[at]
             while end + 1 < len(ordered) and ordered[end + 1] - ordered[end] == step:
                 end += 1
-            # Two values are a range only when adjacent; a pair at a larger distance belongs to whatever comes next.
+            # Two values are a range only when adjacent; a pair at a larger distance belongs to
+            # whatever comes next.
             if end - at >= 2 or step == 1:
                 parts.append(f"{ordered[at]}..{ordered[end]}" + (f"/{step}" if step != 1 else ""))
                 at = end + 1

@@ -249,7 +249,8 @@ def state(
         )
         if kind == 0:
             raise ValueError(
-                f"a {pool_dtype} state of {size} bytes: size, strides and bases must be multiples of 4"
+                f"a {pool_dtype} state of {size} bytes: size, strides and bases must be "
+                "multiples of 4"
             )
         items = size // kind
     else:

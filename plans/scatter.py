@@ -1,8 +1,8 @@
 """Planning of ``scatter``: one plan for each set of store widths.
 
-The widths of the outputs, the number of rows and every address are run-time values of the one kernel, so requests and tokens do
-not choose the plan; the store widths do, because they are the extents that the compiled module checks and the lanes that a row
-takes.
+The widths of the outputs, the number of rows and every address are run-time values of the one
+kernel, so requests and tokens do not choose the plan; the store widths do, because they are the
+extents that the compiled module checks and the lanes that a row takes.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
-"""specplan: certified, ahead-of-time compiled launch plans for the speculative-decoding step of LLM servers.
+"""specplan: certified, ahead-of-time compiled launch plans for the speculative-decoding step of LLM
+servers.
 
 A server does three things::
 
     import specplan
 
     pack = specplan.load()        # finds the pack of this GPU's arch and checks its bytes
-    pack.prepare()                # loads the GPU code now, so that nothing is lazy inside graph capture
-    if not pack.scatter(...):     # True: launched on torch's current stream; else a falsy Uncertified with the reason
+    pack.prepare()                # loads the GPU code now: nothing is lazy inside graph capture
+    if not pack.scatter(...):     # True: launched; else a falsy Uncertified with the reason
         ...                       # run specplan.reference.scatter(...) or your own path
 
-Importing this package imports neither torch nor a compiler, touches no GPU and reads no file of packs or catalogs.
+Importing this package imports neither torch nor a compiler, touches no GPU and reads no file of
+packs or catalogs.
 """
 
 from __future__ import annotations
@@ -57,8 +59,8 @@ _LAZY = {"Pack": "specplan.pack", "load": "specplan.pack"}
 
 
 def __getattr__(name: str) -> Any:
-    # torch is imported by the first use of `load`, not by `import specplan`: the build and the coverage check run on
-    # machines that have none.
+    # torch is imported by the first use of `load`, not by `import specplan`: the build and the
+    # coverage check run on machines that have none.
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     if name == "reference":

@@ -1,4 +1,6 @@
-"""Everything that specplan raises on purpose. Each error has a reason code and says what was found and what mends it."""
+"""Everything that specplan raises on purpose. Each error has a reason code and says what was found
+and what mends it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class PackCorruptError(SpecplanError):
 
 
 class PackVersionError(SpecplanError):
-    """The pack and this installation do not fit together: schema, tvm-ffi, runtime library, host or CPU."""
+    """The pack and this installation do not fit together: schema, tvm-ffi, runtime library, host or
+    CPU.
+    """
 
     reason = "pack_version"
 

@@ -13,9 +13,10 @@ from specplan.uncertified import Reason, Uncertified
 class Gather(Op):
     """Fill the next step's inputs of the requests that were in the previous step.
 
-    For r < requests, s = slots[r], j < tokens: ``input_ids`` gets ``store_next_new_tokens[j, s]``, ``pos_offsets`` gets
-    ``store_lens[pos_indices[r * tokens + j]]``, ``draft_tokens`` gets ``store_next_draft[s, j]`` for j < drafts, ``kv_offsets`` gets
-    ``store_lens[s] - tokens``. Each destination is flat and is written from its own begin. Slots may repeat; an index outside the
+    For r < requests, s = slots[r], j < tokens: ``input_ids`` gets ``store_next_new_tokens[j, s]``,
+    ``pos_offsets`` gets ``store_lens[pos_indices[r * tokens + j]]``, ``draft_tokens`` gets
+    ``store_next_draft[s, j]`` for j < drafts, ``kv_offsets`` gets ``store_lens[s] - tokens``. Each
+    destination is flat and is written from its own begin. Slots may repeat; an index outside the
     stores gives 0.
     """
 
@@ -50,7 +51,8 @@ class Gather(Op):
         slots, pos_indices
             int32 [>= requests] and [>= requests * tokens].
         input_ids, draft_tokens, pos_offsets, kv_offsets
-            int32, one-dimensional; requests * tokens, requests * drafts, requests * tokens and requests elements are written.
+            int32, one-dimensional; requests * tokens, requests * drafts, requests * tokens and
+            requests elements are written.
         input_ids_begin, draft_tokens_begin, pos_offsets_begin, kv_offsets_begin
             Where in each destination the first request's elements go.
         requests, tokens, drafts
@@ -58,7 +60,8 @@ class Gather(Op):
 
         Returns
         -------
-        True, or a falsy :class:`~specplan.Uncertified`; then nothing was launched. No requests, with valid tensors: True.
+        True, or a falsy :class:`~specplan.Uncertified`; then nothing was launched. No requests,
+        with valid tensors: True.
 
         Raises
         ------
@@ -72,10 +75,13 @@ class Gather(Op):
         ::
 
             free = max_batch - batch    # requests without a previous step come first
-            pack.gather.require(next_store, draft_store, lens_store, slots, positions, input_ids, draft_tokens, pos_offsets,
-                                kv_offsets, free * T, free * (T - 1), free * T, free, batch, T, T - 1)
+            pack.gather.require(next_store, draft_store, lens_store, slots, positions, input_ids,
+            draft_tokens, pos_offsets,
+                                kv_offsets, free * T, free * (T - 1), free * T, free, batch, T, T -
+                                1)
         """
-        # The body of _admit, written out: a Python call with fifteen arguments costs more than what it does.
+        # The body of _admit, written out: a Python call with fifteen arguments costs more than what
+        # it does.
         try:
             function: Any = self._picked.get(
                 (
@@ -168,7 +174,9 @@ class Gather(Op):
         return True
 
     def require(self, *arguments: Any, **named: Any) -> None:
-        """The same call, raising :class:`~specplan.UncertifiedCell` where the call would be declined."""
+        """The same call, raising :class:`~specplan.UncertifiedCell` where the call would be
+        declined.
+        """
         required(self(*arguments, **named))
 
     def bind(
@@ -190,11 +198,12 @@ class Gather(Op):
         tokens: int,
         drafts: int,
     ) -> Any:
-        """Check and convert the arguments once; returns ``launch()`` for these buffers, or a falsy Uncertified.
+        """Check and convert the arguments once; returns ``launch()`` for these buffers, or a falsy
+        Uncertified.
 
-        ``launch()`` runs on torch's current stream, returns None, and checks nothing but what the compiled module checks: the buffers
-        must stay allocated as they are. No destination is written here; the compiled module's checks are asked with a launch of no
-        requests.
+        ``launch()`` runs on torch's current stream, returns None, and checks nothing but what the
+        compiled module checks: the buffers must stay allocated as they are. No destination is
+        written here; the compiled module's checks are asked with a launch of no requests.
         """
         integers = (
             input_ids_begin,
@@ -249,10 +258,12 @@ class Gather(Op):
         tokens: int,
         drafts: int,
     ) -> Any:
-        """The compiled function for this call if its ranges lie inside its tensors, or an Uncertified."""
+        """The compiled function for this call if its ranges lie inside its tensors, or an
+        Uncertified.
+        """
         try:
-            # The stores' widths are checked by the compiled module: a key that fits another problem's plan is refused by that plan, and
-            # then looked up in full.
+            # The stores' widths are checked by the compiled module: a key that fits another
+            # problem's plan is refused by that plan, and then looked up in full.
             key = (
                 store_next_new_tokens.get_device(),
                 requests,

@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 from functools import lru_cache
-from importlib import metadata, util
+from importlib import import_module, metadata, util
 from pathlib import Path
 from types import ModuleType
 
@@ -23,10 +23,11 @@ _WHEEL = "nvidia-cutlass-dsl-libs-cu13"
 @lru_cache(maxsize=1)
 def tvm_ffi() -> ModuleType:
     """Import tvm-ffi; it takes 0.4 s, so nothing imports it before a pack is loaded."""
-    # Without this, tvm-ffi compiles a C++ extension at import where torch has no DLPack exchange API.
+    # Without this, tvm-ffi compiles a C++ extension at import where torch has no DLPack exchange
+    # API.
     os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")
     try:
-        import tvm_ffi as module
+        module: ModuleType = import_module("tvm_ffi")
     except ImportError as error:
         raise RuntimeLibraryError(
             f"apache-tvm-ffi cannot be imported ({error}); pip install 'specplan[server]'"
@@ -46,7 +47,9 @@ def runtime_candidates() -> list[Path]:
 
 @lru_cache(maxsize=1)
 def runtime() -> ctypes.CDLL:
-    """Load the DSL's runtime library: from ``$CUTE_DSL_RUNTIME``, its wheel, or the loader's own path."""
+    """Load the DSL's runtime library: from ``$CUTE_DSL_RUNTIME``, its wheel, or the loader's own
+    path.
+    """
     searched = runtime_candidates()
     for path in searched:
         if path.is_file():
@@ -116,7 +119,9 @@ def check_versions(pack: Manifest, where: Path) -> None:
 
 @lru_cache(maxsize=1)
 def cpu_flags() -> frozenset[str] | None:
-    """Extensions of this CPU as the kernel spells them; None on a system that does not say, which is then trusted."""
+    """Extensions of this CPU as the kernel spells them; None on a system that does not say, which
+    is then trusted.
+    """
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):

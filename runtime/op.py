@@ -1,7 +1,8 @@
 """What the ops of all families share: picking, declining, binding.
 
-The hot path of an op is one dictionary look-up and one compiled call. What an argument must look like is checked by the compiled
-module, before any CUDA call and at no cost to Python; the ops check only what a tensor's description cannot say.
+The hot path of an op is one dictionary look-up and one compiled call. What an argument must look
+like is checked by the compiled module, before any CUDA call and at no cost to Python; the ops check
+only what a tensor's description cannot say.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ ARGUMENT_ERRORS = (TypeError, ValueError, OverflowError)
 SHAPE_ERRORS = (AttributeError, IndexError, TypeError, ValueError)
 
 
-#: Calls remembered by an op before it forgets them all; a server has some thousand kinds of call, a fuzzer has more.
+#: Calls remembered by an op before it forgets them all; a server has some thousand kinds of call, a
+#: fuzzer has more.
 MOST_REMEMBERED = 1 << 16
 
 
@@ -38,7 +40,8 @@ class Op:
 
     def __init__(self, pack: Pack) -> None:
         self._pack = pack
-        # What calls came to so far, by whatever the op reads off its arguments: a compiled function, or the reason why not.
+        # What calls came to so far, by whatever the op reads off its arguments: a compiled
+        # function, or the reason why not.
         self._picked: dict[tuple[int, ...], Any] = {}
 
     @classmethod
@@ -57,14 +60,16 @@ class Op:
         arch: str | None = None,
         **geometry: int,
     ) -> Picked | Uncertified:
-        """The plan that a call of this size would run, or why none would; launches nothing and needs no GPU.
+        """The plan that a call of this size would run, or why none would; launches nothing and
+        needs no GPU.
 
         Parameters
         ----------
         requests, tokens
             Size of the call; rows = requests x tokens.
         problem
-            Name of the geometry in the catalog, for example ``"mtp7"``; or give the geometry itself as keywords.
+            Name of the geometry in the catalog, for example ``"mtp7"``; or give the geometry itself
+            as keywords.
         splits, dtype
             Without them: the planning rule's splits, the family's first dtype.
         arch
@@ -112,7 +117,9 @@ class Op:
         tokens: int,
         splits: int | None = None,
     ) -> Any:
-        """What a first call of its kind comes to: the compiled function, remembered under ``key``, or an Uncertified."""
+        """What a first call of its kind comes to: the compiled function, remembered under ``key``,
+        or an Uncertified.
+        """
         try:
             requests, tokens = index(requests), index(tokens)
         except TypeError as error:
@@ -127,7 +134,8 @@ class Op:
                 self.family,
                 "",
                 Reason.DEVICE,
-                f"the tensors are on {where}, the loaded packs are for {', '.join(self._pack.archs)}",
+                f"the tensors are on {where}, "
+                f"the loaded packs are for {', '.join(self._pack.archs)}",
             )
         picked = self._pack._pick(
             self.family, self.op, arch_pack, geometry, dtype, requests, tokens, splits
@@ -150,7 +158,8 @@ class Op:
 
     def _failed(self, error: Exception) -> LaunchError:
         return LaunchError(
-            f"{self.family}: the launch failed: {error}. CUDA errors are sticky: an earlier launch may be the cause"
+            f"{self.family}: the launch failed: {error}. CUDA errors are sticky: an earlier launch "
+            "may be the cause"
         )
 
     def _bound(
@@ -160,13 +169,15 @@ class Op:
         integers: tuple[int, ...],
         idle: tuple[int, ...],
     ) -> Any:
-        """A launch with its arguments converted once, after the compiled module has agreed to them in a launch of no work.
+        """A launch with its arguments converted once, after the compiled module has agreed to them
+        in a launch of no work.
 
-        The first tensor stays torch's, because that is how the call learns torch's current stream; the others become tvm-ffi tensors
-        that share memory with, and keep alive, the ones given.
+        The first tensor stays torch's, because that is how the call learns torch's current stream;
+        the others become tvm-ffi tensors that share memory with, and keep alive, the ones given.
         """
         try:
-            # The launch of no work has other integers, so the module does not see these before the first launch().
+            # The launch of no work has other integers, so the module does not see these before the
+            # first launch().
             integers = tuple(map(index, integers))
         except TypeError as error:
             return self._refused(error, _device(tensors[0]))
@@ -185,9 +196,11 @@ class Op:
         launched: tuple[int, ...],
         error: Exception | None = None,
     ) -> tuple[Any, tuple[torch.Tensor, ...]] | Uncertified:
-        """Launch with the integers ``launched``, fitting the call once if the compiled module refuses it.
+        """Launch with the integers ``launched``, fitting the call once if the compiled module
+        refuses it.
 
-        Returns the function and the tensors that the module took. ``error`` is a refusal that was already seen.
+        Returns the function and the tensors that the module took. ``error`` is a refusal that was
+        already seen.
         """
         try:
             if error is None:
@@ -214,8 +227,9 @@ class Op:
     ) -> tuple[Any, tuple[torch.Tensor, ...]] | Uncertified | None:
         """Another way to make a refused call, or None if there is none.
 
-        The hot path looks a call up by less than its full geometry. A plan of another problem refuses such a call, and here it is looked
-        up anew; an op may also have views of the same memory that the module takes.
+        The hot path looks a call up by less than its full geometry. A plan of another problem
+        refuses such a call, and here it is looked up anew; an op may also have views of the same
+        memory that the module takes.
         """
         return None
 

@@ -39,10 +39,11 @@ def load(
     Parameters
     ----------
     path
-        A pack directory, or a directory of packs. Without it: ``$SPECPLAN_PACKS``, the installed wheel, the per-user directory.
+        A pack directory, or a directory of packs. Without it: ``$SPECPLAN_PACKS``, the installed
+        wheel, the per-user directory.
     arch
-        Load the pack of this arch only, for example ``"sm_90a"``, with or without such a GPU. Without it: the packs of all visible
-        GPUs.
+        Load the pack of this arch only, for example ``"sm_90a"``, with or without such a GPU.
+        Without it: the packs of all visible GPUs.
     candidates
         Also run cells that are built for the arch but not certified on it.
 
@@ -56,8 +57,8 @@ def load(
     PackNotFoundError
         With every place searched, the archs wanted and the archs found.
     PackCorruptError
-        A file is not what the manifest describes. Sizes and sha256 are checked before anything is mapped: a truncated shared object can
-        kill the process.
+        A file is not what the manifest describes. Sizes and sha256 are checked before anything is
+        mapped: a truncated shared object can kill the process.
     PackVersionError, RuntimeLibraryError, NoDeviceError
         With what was found and the command that mends it.
     """
@@ -121,7 +122,9 @@ class _ArchPack:
 
     @cached_property
     def problems(self) -> Mapping[tuple[str, tuple[int, ...]], list[str]]:
-        """(family, geometry) -> the problems of that geometry; the catalog may name one geometry twice."""
+        """(family, geometry) -> the problems of that geometry; the catalog may name one geometry
+        twice.
+        """
         names: dict[tuple[str, tuple[int, ...]], list[str]] = {}
         for family, problems in self.manifest.problems.items():
             if family in PLANNING:
@@ -132,7 +135,9 @@ class _ArchPack:
 
     @cached_property
     def automatic(self) -> Mapping[tuple[str, str, str, int, int], Group]:
-        """(family, problem, dtype, tokens, requests) -> the group whose splits the planning rule chooses."""
+        """(family, problem, dtype, tokens, requests) -> the group whose splits the planning rule
+        chooses.
+        """
         return {
             (group.family, group.problem, group.dtype, tokens, requests): group
             for group in self.manifest.groups
@@ -174,9 +179,11 @@ class Picked:
 
 
 class Pack:
-    """The loaded packs of one or more archs. Families are attributes: ``pack.scatter``, ``pack.gather``, ``pack.rollback``.
+    """The loaded packs of one or more archs. Families are attributes: ``pack.scatter``,
+    ``pack.gather``, ``pack.rollback``.
 
-    A pack stays usable while the files under it are replaced: its objects are mapped, and a new :func:`load` sees the new ones.
+    A pack stays usable while the files under it are replaced: its objects are mapped, and a new
+    :func:`load` sees the new ones.
     """
 
     scatter: Scatter
@@ -205,9 +212,11 @@ class Pack:
         return f"<specplan.Pack {'; '.join(parts)}>"
 
     def prepare(self, device: int | torch.device | None = None) -> None:
-        """Load the GPU code of every plan now, on one device or on all visible ones, and wait for it.
+        """Load the GPU code of every plan now, on one device or on all visible ones, and wait for
+        it.
 
-        The first call of a plan loads its code, which a graph capture must not hold. This calls every plan once with no work to do.
+        The first call of a plan loads its code, which a graph capture must not hold. This calls
+        every plan once with no work to do.
 
         Raises
         ------
@@ -246,8 +255,8 @@ class Pack:
             return
         if torch.cuda.is_current_stream_capturing():
             raise ColdCaptureError(
-                f"the GPU code of {family} is not loaded on cuda:{index}, and a graph capture is under way; "
-                "call pack.prepare() before the capture"
+                f"the GPU code of {family} is not loaded on cuda:{index}, and a graph capture is "
+                "under way; call pack.prepare() before the capture"
             )
         op = FAMILIES[family]
         with torch.cuda.device(index):
@@ -314,8 +323,8 @@ class Pack:
                 family,
                 pack.arch,
                 Reason.CANDIDATE,
-                f"{wanted} is built but not certified on this arch; certify it on this machine with "
-                "`specplan certify`, or accept candidates with specplan.load(candidates=True)",
+                f"{wanted} is built but not certified on this arch; certify it on this machine "
+                "with `specplan certify`, or accept candidates with specplan.load(candidates=True)",
                 wanted,
                 close,
             )

@@ -1,7 +1,7 @@
 """The families' references in plain torch, under the name ``specplan.reference.<family>``.
 
-A caller always has a path: what a pack declines, the reference computes, on CPU or GPU. Loaded on first use, so that importing specplan
-imports none of it.
+A caller always has a path: what a pack declines, the reference computes, on CPU or GPU. Loaded on
+first use, so that importing specplan imports none of it.
 """
 
 from __future__ import annotations

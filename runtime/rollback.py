@@ -70,7 +70,8 @@ def describe(planes: Sequence[torch.Tensor]) -> tuple[Layout, torch.Tensor]:
 def describe_states(states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """Describe staged states to the device: pairs of a pool ``[slots, *state]`` and its candidates
     ``[requests, candidates, *state]``, states dense; equal dtypes, or a pair of
-    :data:`specplan.plans.rollback.CASTS`."""
+    :data:`specplan.plans.rollback.CASTS`.
+    """
     described = []
     for pool, candidates in states:
         described.append(

@@ -13,10 +13,11 @@ from specplan.uncertified import Reason, Uncertified
 class Scatter(Op):
     """Store each moved row's tokens, drafts and length under its slot.
 
-    For r in [0, rows), i = row_begin + r, s = slots[r], n = lens[i]: the history store gets ``new_tokens[i, :n]``, the next store
-    ``next_new_tokens[i]``, the draft store ``next_draft_tokens[i]``, each padded with zeros to the store's width, and the length
-    store gets n. A token at or past n is never read. The slots of the moved rows must be distinct; a slot outside the stores
-    is skipped.
+    For r in [0, rows), i = row_begin + r, s = slots[r], n = lens[i]: the history store gets
+    ``new_tokens[i, :n]``, the next store ``next_new_tokens[i]``, the draft store
+    ``next_draft_tokens[i]``, each padded with zeros to the store's width, and the length store gets
+    n. A token at or past n is never read. The slots of the moved rows must be distinct; a slot
+    outside the stores is skipped.
     """
 
     family = "scatter"
@@ -41,7 +42,8 @@ class Scatter(Op):
         Parameters
         ----------
         new_tokens, next_new_tokens, next_draft_tokens
-            int32 [N, a], [N, b], [N, c] on one CUDA device, columns dense; a, b, c may each be narrower or wider than the store.
+            int32 [N, a], [N, b], [N, c] on one CUDA device, columns dense; a, b, c may each be
+            narrower or wider than the store.
         lens
             int32 [N], accepted lengths, used raw.
         slots
@@ -55,7 +57,8 @@ class Scatter(Op):
 
         Returns
         -------
-        True, or a falsy :class:`~specplan.Uncertified`; then nothing was launched. No rows: True, whatever the tensors.
+        True, or a falsy :class:`~specplan.Uncertified`; then nothing was launched. No rows: True,
+        whatever the tensors.
 
         Raises
         ------
@@ -73,7 +76,8 @@ class Scatter(Op):
         """
         if rows == 0:
             return True
-        # The body of _admit, written out: a Python call with ten arguments costs more than what it does.
+        # The body of _admit, written out: a Python call with ten arguments costs more than what it
+        # does.
         try:
             held, width = new_tokens.shape
             function: Any = self._picked.get(
@@ -140,7 +144,9 @@ class Scatter(Op):
         return True
 
     def require(self, *arguments: Any, **named: Any) -> None:
-        """The same call, raising :class:`~specplan.UncertifiedCell` where the call would be declined."""
+        """The same call, raising :class:`~specplan.UncertifiedCell` where the call would be
+        declined.
+        """
         required(self(*arguments, **named))
 
     def bind(
@@ -157,10 +163,12 @@ class Scatter(Op):
         row_begin: int,
         rows: int,
     ) -> Any:
-        """Check and convert the arguments once; returns ``launch()`` for these buffers, or a falsy Uncertified.
+        """Check and convert the arguments once; returns ``launch()`` for these buffers, or a falsy
+        Uncertified.
 
-        ``launch()`` runs on torch's current stream, returns None, and checks nothing but what the compiled module checks: the buffers
-        must stay allocated as they are. No store is written here; the compiled module's checks are asked with a launch of no rows.
+        ``launch()`` runs on torch's current stream, returns None, and checks nothing but what the
+        compiled module checks: the buffers must stay allocated as they are. No store is written
+        here; the compiled module's checks are asked with a launch of no rows.
         """
         if rows == 0:
             return _nothing
@@ -204,11 +212,14 @@ class Scatter(Op):
         row_begin: int,
         rows: int,
     ) -> Any:
-        """The compiled function for this call if its ranges lie inside its tensors, or an Uncertified."""
+        """The compiled function for this call if its ranges lie inside its tensors, or an
+        Uncertified.
+        """
         try:
             held, width = new_tokens.shape
-            # What the compiled module checks by itself (the stores' widths among it) is not read here: a key that fits another
-            # problem's plan is refused by that plan, and then looked up in full.
+            # What the compiled module checks by itself (the stores' widths among it) is not read
+            # here: a key that fits another problem's plan is refused by that plan, and then looked
+            # up in full.
             key = (
                 new_tokens.get_device(),
                 rows,
@@ -227,7 +238,8 @@ class Scatter(Op):
                     ),
                     "int32",
                     rows,
-                    # A call moves as many history columns as both sides have; an output with no columns moves the length alone.
+                    # A call moves as many history columns as both sides have; an output with no
+                    # columns moves the length alone.
                     max(1, min(width, store_new_tokens.size(0))),
                 )
                 if not function:
@@ -245,11 +257,13 @@ class Scatter(Op):
         *outputs, slots, store_new_tokens, store_next_new_tokens, _, store_next_draft = tensors
         end = sum(integers)
         narrowed = tuple(outputs)
-        # The outputs may differ in rows as long as each holds the rows moved; the module takes them with equal ones.
+        # The outputs may differ in rows as long as each holds the rows moved; the module takes them
+        # with equal ones.
         if all(isinstance(t, torch.Tensor) and t.dim() and t.size(0) >= end for t in outputs):
             narrowed = tuple(t[:end] for t in outputs)
-        call: list[Any] = [*narrowed, slots, store_new_tokens, store_next_new_tokens]
-        again = self._admit(*call, store_next_draft, *integers)
+        stores = (store_new_tokens, store_next_new_tokens, store_next_draft)
+        call: list[Any] = [*narrowed, slots, *stores, *integers]
+        again = self._admit(*call)
         if not again:
             return again  # type: ignore[no-any-return]
         if again is function and all(

@@ -35,7 +35,8 @@ class Uncertified:
     Attributes
     ----------
     family, arch
-        Which contract, and the arch of the device that was asked for (empty where the device has no pack).
+        Which contract, and the arch of the device that was asked for (empty where the device has no
+        pack).
     cell
         The cell that the call came to, as far as it is known.
     reason
@@ -67,7 +68,9 @@ class Uncertified:
 
     @property
     def nearest(self) -> Sequence[Cell]:
-        """The closest certified cells of the loaded pack; looked up when asked for, not on the declined call."""
+        """The closest certified cells of the loaded pack; looked up when asked for, not on the
+        declined call.
+        """
         return self._nearest() if self._nearest is not None else ()
 
     def __call__(self, *arguments: Any, **named: Any) -> NoReturn:

@@ -1,4 +1,6 @@
-"""Fixtures that every room's tests share: one small pack, built once for all workers, and the guard of GPU tests."""
+"""Fixtures that every room's tests share: one small pack, built once for all workers, and the guard
+of GPU tests.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import packs
 import pytest
 from filelock import FileLock
+
+import packs
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +32,9 @@ def cli() -> packs.Cli:
 
 @pytest.fixture(scope="session")
 def small_pack(tmp_path_factory: pytest.TempPathFactory, cli: packs.Cli) -> packs.SmallPack:
-    """A pack of scatter (mtp3, mtp7) and gather (mtp3) for sm_90a, built once and shared by all xdist workers."""
+    """A pack of scatter (mtp3, mtp7) and gather (mtp3) for sm_90a, built once and shared by all
+    xdist workers.
+    """
     try:
         metadata.version("nvidia-cutlass-dsl")
     except metadata.PackageNotFoundError:
@@ -54,7 +59,9 @@ def small_pack(tmp_path_factory: pytest.TempPathFactory, cli: packs.Cli) -> pack
 
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The first CUDA device of an arch that the test takes, named by ``@pytest.mark.gpu("sm_90a", ...)``; else a skip."""
+    """The first CUDA device of an arch that the test takes, named by ``@pytest.mark.gpu("sm_90a",
+    ...)``; else a skip.
+    """
     torch = pytest.importorskip("torch")
     marker = request.node.get_closest_marker("gpu")
     archs = tuple(marker.args) if marker is not None else ()
@@ -71,7 +78,9 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The mark ``gpu`` alone brings the fixture, so that a marked test is skipped where its arch is not."""
+    """The mark ``gpu`` alone brings the fixture, so that a marked test is skipped where its arch is
+    not.
+    """
     for item in items:
         if item.get_closest_marker("gpu") is not None and isinstance(item, pytest.Function):
             item.fixturenames.insert(0, "gpu")

@@ -1,4 +1,6 @@
-"""A small pack for tests: its catalog, its made-up certificate, and what tests do to a pack on disk."""
+"""A small pack for tests: its catalog, its made-up certificate, and what tests do to a pack on
+disk.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,14 @@ from specplan.plans.manifest import Manifest
 
 ARCH = "sm_90a"
 
-#: A catalog of four plans. Requests 1..4 get a certificate made up by the fixture, requests 5 have none: a pack of both kinds.
+#: A catalog of four plans. Requests 1..4 get a certificate made up by the fixture, requests 5 have
+#: none: a pack of both kinds.
 CATALOG = """\
 schema: 1
 archs:
   sm_90a:
-    {device: NVIDIA H200, capability: [9, 0], sm_count: 132, smem_per_sm: 233472, smem_per_cta: 232448}
+    {device: NVIDIA H200, capability: [9, 0], sm_count: 132, smem_per_sm: 233472, smem_per_cta:
+    232448}
 families:
   scatter:
     problems:
@@ -142,7 +146,9 @@ def path_of(directory: Path) -> dict[str, str]:
 
 
 def certify(directory: Path) -> None:
-    """Give a pack a certificate of its own bits for the cells up to ``CERTIFIED_REQUESTS`` requests."""
+    """Give a pack a certificate of its own bits for the cells up to ``CERTIFIED_REQUESTS``
+    requests.
+    """
     from specplan.tools.build.pipeline import restamp
 
     pack = manifest.read(directory)

@@ -1,8 +1,10 @@
-"""Certification: run every cell of the catalog on this machine's GPU, and write down what was measured.
+"""Certification: run every cell of the catalog on this machine's GPU, and write down what was
+measured.
 
-Each case of a cell runs through the public op. Eager: inputs drawn, outputs poisoned, every buffer compared whole with the reference;
-then once more from the same start, which must give the same bits. In a CUDA graph: captured once, replayed three times with every
-input rewritten in place, compared each time. Calls that must be declined must leave every byte as it was.
+Each case of a cell runs through the public op. Eager: inputs drawn, outputs poisoned, every buffer
+compared whole with the reference; then once more from the same start, which must give the same
+bits. In a CUDA graph: captured once, replayed three times with every input rewritten in place,
+compared each time. Calls that must be declined must leave every byte as it was.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -35,8 +37,8 @@ SUITE = (
     "captured in a CUDA graph, replayed 3 times with every input rewritten in place",
     "declined calls write nothing",
 )
-#: Cells whose cases share one graph: enough to spread the cost of a capture, little enough to keep memory small. A family whose cases are
-#: large says less, as ``CELLS_A_GRAPH`` in its cases.
+#: Cells whose cases share one graph: enough to spread the cost of a capture, little enough to keep
+#: memory small. A family whose cases are large says less, as ``CELLS_A_GRAPH`` in its cases.
 BATCH = 32
 REPLAYS = 3
 
@@ -258,7 +260,8 @@ class FamilyRun:
                 ):
                     worst[measure] = (error, bound)
             at += len(entries)
-            # The measure closest to its bound speaks for the cell; bit comparisons all have bound 0.
+            # The measure closest to its bound speaks for the cell; bit comparisons all have bound
+            # 0.
             measure, (error, bound) = max(
                 worst.items(), key=lambda item: (item[1][0] / (item[1][1] or 1), item[1][1])
             )
@@ -302,7 +305,9 @@ class FamilyRun:
     # The file
 
     def binding(self) -> dict[str, Any]:
-        """What an interrupted run was about: it resumes only over the same bits on the same kind of device."""
+        """What an interrupted run was about: it resumes only over the same bits on the same kind of
+        device.
+        """
         bits = {
             s: [p.device_code, p.host_code, p.signature]
             for s, p in self.manifest.plans.items()
@@ -416,7 +421,9 @@ def driver_version() -> str:
 
 
 def _round_up(error: float) -> float:
-    """Three significant digits, rounded up, so that a certificate never claims less error than was measured."""
+    """Three significant digits, rounded up, so that a certificate never claims less error than was
+    measured.
+    """
     if error == 0:
         return 0.0
     scale = 10.0 ** (math.floor(math.log10(abs(error))) - 2)

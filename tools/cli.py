@@ -40,7 +40,9 @@ def _catalog(path: Path | None) -> Catalog:
 
 
 def _archs(catalog: Catalog, names: Sequence[str]) -> list[str]:
-    """The archs named, each once; ``all`` means all of the catalog. A misspelt one is a usage error."""
+    """The archs named, each once; ``all`` means all of the catalog. A misspelt one is a usage
+    error.
+    """
     wanted: list[str] = []
     for name in names:
         if name == "all":
@@ -87,7 +89,8 @@ def _option_packs() -> Decorator:
     return click.option(
         "--packs",
         type=click.Path(path_type=Path),
-        help="Directory of packs; default: $SPECPLAN_PACKS, the installed wheel, the per-user directory.",
+        help="Directory of packs; default: $SPECPLAN_PACKS, the installed wheel, "
+        "the per-user directory.",
     )
 
 
@@ -96,7 +99,8 @@ def _option_certificates() -> Decorator:
         "--certificates",
         "certificate_path",
         type=click.Path(path_type=Path),
-        help="Directory of certificates; default: the ones that specplan ships. Those beside a pack count too.",
+        help="Directory of certificates; default: the ones that specplan ships. "
+        "Those beside a pack count too.",
     )
 
 
@@ -188,7 +192,9 @@ def build_command(
 
 
 class _Progress:
-    """A bar with counts and time left on a terminal, plain lines elsewhere; always on standard error."""
+    """A bar with counts and time left on a terminal, plain lines elsewhere; always on standard
+    error.
+    """
 
     def __init__(self, *, quiet: bool) -> None:
         self.quiet = quiet
@@ -247,7 +253,8 @@ class _Progress:
     "--arch",
     "archs",
     multiple=True,
-    help="Only this arch, or 'all'. Repeatable. Default: the archs that have a pack; with --strict all.",
+    help="Only this arch, or 'all'. Repeatable. "
+    "Default: the archs that have a pack; with --strict all.",
 )
 @click.option("--family", help="Only this family.")
 @click.option(
@@ -334,7 +341,9 @@ def _table(coverage: Coverage, *, markdown: bool) -> str:
 
 
 def _broken(coverage: Coverage) -> list[str]:
-    """One line for each way in which claims fail, with how many cells fail that way and one of them."""
+    """One line for each way in which claims fail, with how many cells fail that way and one of
+    them.
+    """
     found: dict[tuple[str, str, str, str], list[Cell]] = {}
     for row in coverage.rows:
         if not row.holds:
@@ -353,7 +362,9 @@ def _broken(coverage: Coverage) -> list[str]:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_option_packs()
 def verify_command(as_json: bool, packs: Path | None) -> None:
-    """Check the bytes of packs: manifest digest, sizes, sha256, and that the device code inside is what the manifest names."""
+    """Check the bytes of packs: manifest digest, sizes, sha256, and that the device code inside is
+    what the manifest names.
+    """
     from specplan.plans import device_code
 
     root = _root(packs)
@@ -414,7 +425,7 @@ def explain_command(
     catalog_path: Path | None,
     certificate_path: Path | None,
 ) -> None:
-    """Print the decision from a call to its plan, or to the reason why there is none. Needs no GPU."""
+    """Print the decision from a call to its plan, or to the reason why not. Needs no GPU."""
     catalog = _catalog(catalog_path)
     _family_names([family])
     _archs(catalog, [arch])
@@ -433,6 +444,10 @@ def explain_command(
         splits = int(values["splits"]) if "splits" in values else None
     except (KeyError, ValueError) as error:
         raise click.UsageError("requests=R and tokens=T are needed, as integers") from error
+    if splits is not None and splits < 1:
+        raise click.UsageError(
+            f"splits={splits} is below 1; leave it out for the planning rule's choice"
+        )
     steps: list[tuple[str, str]] = []
     geometry = problems[problem]
     steps.append(("problem", f"{problem}: {', '.join(f'{k}={v}' for k, v in geometry.items())}"))
@@ -448,9 +463,12 @@ def explain_command(
         )
         splits = splits or chosen
     cell = Cell(family, problem, dtype, arch, splits or 1, tokens, requests)
-    answer, state = _decide(
-        catalog, cell, _root(packs), _evidence(certificate_path), steps, complaint
-    )
+    try:
+        answer, state = _decide(
+            catalog, cell, _root(packs), _evidence(certificate_path), steps, complaint
+        )
+    except CertificateError as error:
+        _fail(str(error))
     if as_json:
         body = {"cell": cell.as_dict(), "steps": dict(steps), "state": state, "runs": answer}
         click.echo(json.dumps(body, indent=1))
@@ -484,6 +502,8 @@ def _decide(
         and cell.problem in b.problems
         and cell.requests in b.requests
         and cell.tokens in b.tokens
+        and cell.dtype in b.dtypes
+        and (catalog.is_automatic(cell) if b.splits is None else cell.splits in b.splits)
     )
     claim = State.CERTIFIED if catalog.claims[cell] else State.CANDIDATE
     steps.append(("catalog", f"{claim.value} (line {block.line}: {block.why})"))
@@ -554,12 +574,8 @@ def gc_command(older_than: int, dry_run: bool, packs: Path | None) -> None:
             name = digest(plan.key)
             kept |= {root / "objects" / f"{name}.o", root / "objects" / f"{name}.json"}
     now = time.time()
-    candidates = [
-        *root.glob("objects/*"),
-        *root.glob("objects/.*.tmp"),
-        *root.glob("*/*.so"),
-        *root.glob("*/.*.tmp*"),
-    ]
+    # A set: a star matches a leading dot here, so that the patterns overlap.
+    candidates = {*root.glob("objects/*"), *root.glob("*/*.so"), *root.glob("*/.*.tmp*")}
     dead = [p for p in candidates if p not in kept and now - p.stat().st_mtime > older_than]
     size = sum(path.stat().st_size for path in dead)
     if not dry_run:
@@ -598,6 +614,11 @@ def certify_command(context: click.Context, /, **options: Any) -> None:
 
         catalog = _catalog(options.pop("catalog_path"))
         families = _family_names(options.pop("families"))
+        problems = {p for f in families or catalog.problems for p in catalog.problems.get(f, {})}
+        for name in options["problems"]:
+            if name not in problems:
+                hint = catalogs.suggest(name, sorted(problems))
+                raise click.BadParameter(f"unknown problem {name!r}{hint}", param_hint="--problem")
         sys.exit(
             certify_main(catalog, families=families, root=_root(options.pop("packs")), **options)
         )
@@ -625,7 +646,7 @@ def certify_merge_command(parts: Sequence[Path], out: Path) -> None:
 @main.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor_command(as_json: bool) -> None:
-    """Print everything that a bug report needs, and what is wrong. Exit 1 if no pack can run here."""
+    """Print everything that a bug report needs, and what is wrong; then exit 1."""
     from specplan.tools.doctor import examine
 
     report, complaints = examine()

@@ -16,7 +16,8 @@ class MergeError(RuntimeError):
 
 
 def merge(parts: Sequence[Path], out: Path) -> Iterator[tuple[Path, int]]:
-    """Join certificate files, one output file an arch and family; yields each path with its number of cells.
+    """Join certificate files, one output file an arch and family; yields each path with its number
+    of cells.
 
     Parameters
     ----------

@@ -1,7 +1,8 @@
 """Run mypy over the rooms under the names that they are installed by.
 
-The rooms are folders at the root of the repository and one package when installed; mypy reads folders, so it gets a folder of links that
-looks as installed. Run from the root: ``python tools/typecheck.py``.
+The rooms are folders at the root of the repository and one package when installed; mypy reads
+folders, so it gets a folder of links that looks as installed. Run from the root: ``python
+tools/typecheck.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Input cases of ``gather``: destinations that begin anywhere, fewer drafts than tokens, arbitrary position lists, repeated slots."""
+"""Input cases of ``gather``: destinations that begin anywhere, fewer drafts than tokens, arbitrary
+position lists, repeated slots.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,9 @@ def checks(
 
 
 def declined(device: torch.device) -> Iterator[tuple[str, dict[str, Any], torch.Tensor]]:
-    """Calls that must be declined and write nothing: what is wrong, the arguments, and the storage that must not change."""
+    """Calls that must be declined and write nothing: what is wrong, the arguments, and the storage
+    that must not change.
+    """
     geometry = {"next": 8, "draft": 7}
 
     def fresh() -> GatherCase:

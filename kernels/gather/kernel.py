@@ -1,8 +1,8 @@
 """``gather``: the overlap scheduler's four input gathers in one launch.
 
-All tensors are int32 on one CUDA device. S store slots; X and D are the widths of the next and draft stores (compile-time
-constants of the plan). R requests of T tokens each, d drafts a request; the four destinations are flat, each with the place
-where its rows begin.
+All tensors are int32 on one CUDA device. S store slots; X and D are the widths of the next and
+draft stores (compile-time constants of the plan). R requests of T tokens each, d drafts a request;
+the four destinations are flat, each with the place where its rows begin.
 
 =====================  ============  =======================================================
 store_next_new_tokens  [X, S, 1]     token-major next-input store
@@ -23,18 +23,21 @@ For r < R, s = slots[r], j < T::
     draft_tokens[draft_tokens_begin + r*d + j] = store_next_draft[s, j]      for j < d
     kv_offsets[kv_offsets_begin + r]           = store_lens[s] - T
 
-Positions go through the per-token list, not through ``slots``. With d = 0 the draft buffer is not touched. An index outside
-[0, S) reads nothing and gives 0 (``-T`` in kv_offsets would claim a length, so that is 0 too).
+Positions go through the per-token list, not through ``slots``. With d = 0 the draft buffer is not
+touched. An index outside [0, S) reads nothing and gives 0 (``-T`` in kv_offsets would claim a
+length, so that is 0 too).
 
-Compiled function: ``gather(store_next_new_tokens, store_next_draft, store_lens, slots, pos_indices, input_ids, draft_tokens,
-pos_offsets, kv_offsets, input_ids_begin, draft_tokens_begin, pos_offsets_begin, kv_offsets_begin, requests, tokens, drafts)``. The
-caller has checked that all seven integers are >= 0, ``1 <= tokens <= X``, ``tokens <= lanes``, ``drafts < tokens``, ``drafts <= D``, that the index
-lists are long enough and that every destination range lies inside its buffer.
+Compiled function: ``gather(store_next_new_tokens, store_next_draft, store_lens, slots, pos_indices,
+input_ids, draft_tokens, pos_offsets, kv_offsets, input_ids_begin, draft_tokens_begin,
+pos_offsets_begin, kv_offsets_begin, requests, tokens, drafts)``. The caller has checked that all
+seven integers are >= 0, ``1 <= tokens <= X``, ``tokens <= lanes``, ``drafts < tokens``, ``drafts <=
+D``, that the index lists are long enough and that every destination range lies inside its buffer.
 
-One thread a (request, token), with the tokens along the lanes of a power of two (a constant of the plan, at least ``tokens``), so that no
-thread divides. The chain is index -> value -> store, two dependent loads, both indices in flight before the first use. The launch
-overlaps its predecessor's end (programmatic dependent launch) and waits before its first load: 0.98 us a node at 8 x 8 on an H200,
-against 1.22 without.
+One thread a (request, token), with the tokens along the lanes of a power of two (a constant of the
+plan, at least ``tokens``), so that no thread divides. The chain is index -> value -> store, two
+dependent loads, both indices in flight before the first use. The launch overlaps its predecessor's
+end (programmatic dependent launch) and waits before its first load: 0.98 us a node at 8 x 8 on an
+H200, against 1.22 without.
 """
 
 from __future__ import annotations

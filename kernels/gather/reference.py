@@ -23,7 +23,9 @@ def gather(
     tokens: int,
     drafts: int,
 ) -> None:
-    """Fill the destinations in place; arguments as :meth:`specplan.gather.Gather.__call__`, any device."""
+    """Fill the destinations in place; arguments as :meth:`specplan.gather.Gather.__call__`, any
+    device.
+    """
     if requests == 0:
         return
     flat = requests * tokens

@@ -463,7 +463,8 @@ def _name(dtype: torch.dtype) -> str:
 
 def declined(device: torch.device) -> Iterator[tuple[str, dict[str, Any], Tensor]]:
     """Calls that must be declined and write nothing: what is wrong, the arguments with the op's
-    name under ``op``, and the storage that must not change."""
+    name under ``op``, and the storage that must not change.
+    """
     geometry = {"planes": 12, "row_bytes": 256, "side_planes": 1, "side_row_bytes": 12}
 
     def changed(op: str, what: str, **changes: Any) -> tuple[str, dict[str, Any], Tensor]:

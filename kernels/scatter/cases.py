@@ -1,4 +1,6 @@
-"""Input cases of ``scatter``: widths narrower and wider than the stores, rows from the middle, strided rows, lengths past both ends."""
+"""Input cases of ``scatter``: widths narrower and wider than the stores, rows from the middle,
+strided rows, lengths past both ends.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from specplan.kernels.scatter.reference import scatter
 class ScatterCase(ExactCase):
     """One scatter call: ``rows`` moved of N outputs into S slots.
 
-    Random words fill everything, so the columns at and past a row's accepted length hold values that must not come through, and the
-    slots that are not moved hold values that must stay.
+    Random words fill everything, so the columns at and past a row's accepted length hold values
+    that must not come through, and the slots that are not moved hold values that must stay.
     """
 
     def __init__(
@@ -113,7 +115,9 @@ def checks(
 
 
 def declined(device: torch.device) -> Iterator[tuple[str, dict[str, Any], torch.Tensor]]:
-    """Calls that must be declined and write nothing: what is wrong, the arguments, and the storage that must not change."""
+    """Calls that must be declined and write nothing: what is wrong, the arguments, and the storage
+    that must not change.
+    """
     geometry = {"history": 8, "next": 8, "draft": 7}
 
     def fresh() -> ScatterCase:

@@ -1,8 +1,8 @@
 """``scatter``: the sampler's store update in one launch.
 
-All tensors are int32 on one CUDA device. N rows of outputs, S store slots; H, X and D are the widths of the history, next and
-draft stores (compile-time constants of the plan), a, b and c those of the outputs (run time, each may be narrower, equal, wider
-or zero).
+All tensors are int32 on one CUDA device. N rows of outputs, S store slots; H, X and D are the
+widths of the history, next and draft stores (compile-time constants of the plan), a, b and c those
+of the outputs (run time, each may be narrower, equal, wider or zero).
 
 ====================  ===========  ===============================================================
 new_tokens            [N, a]       accepted tokens of each row; only the first ``lens`` were written
@@ -23,19 +23,22 @@ For r in [0, rows), i = row_begin + r, s = slots[r], n = lens[i]::
     store_next_draft[s, w]      = next_draft_tokens[i, w] if w < c else 0
     store_lens[s]               = n
 
-A column at or past n is never read: its producer may not have written it. Nothing else is written; a slot outside [0, S) is
-skipped. Rows may be strided; columns are dense.
+A column at or past n is never read: its producer may not have written it. Nothing else is written;
+a slot outside [0, S) is skipped. Rows may be strided; columns are dense.
 
-Compiled function: ``scatter(new_tokens, next_new_tokens, lens, next_draft_tokens, slots, store_new_tokens,
-store_next_new_tokens, store_lens, store_next_draft, row_begin, rows)``. The caller has checked ``0 <= row_begin``,
-``0 <= rows``, ``row_begin + rows <= N`` for each of the four outputs and ``rows <= len(slots)``.
+Compiled function: ``scatter(new_tokens, next_new_tokens, lens, next_draft_tokens, slots,
+store_new_tokens, store_next_new_tokens, store_lens, store_next_draft, row_begin, rows)``. The
+caller has checked ``0 <= row_begin``, ``0 <= rows``, ``row_begin + rows <= N`` for each of the four
+outputs and ``rows <= len(slots)``.
 
-One thread a (row, column), with the columns along the lanes of a power of two, so that no thread divides. The longest chain is
-lens -> new_tokens -> store, two dependent loads; slots, the other outputs and lens are all in flight before the first use.
+One thread a (row, column), with the columns along the lanes of a power of two, so that no thread
+divides. The longest chain is lens -> new_tokens -> store, two dependent loads; slots, the other
+outputs and lens are all in flight before the first use.
 
-The launch overlaps its predecessor's end (programmatic dependent launch): a CTA is placed early and waits before its first load, so what
-earlier kernels wrote is there. On an H200 that takes a node of a graph of back-to-back calls at 8 x 8 from 1.16 to 1.00 us, and passing
-pointers instead of whole tensors took it from 1.25 to 1.16 (an empty kernel: 0.54).
+The launch overlaps its predecessor's end (programmatic dependent launch): a CTA is placed early and
+waits before its first load, so what earlier kernels wrote is there. On an H200 that takes a node of
+a graph of back-to-back calls at 8 x 8 from 1.16 to 1.00 us, and passing pointers instead of whole
+tensors took it from 1.25 to 1.16 (an empty kernel: 0.54).
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ from cutlass import Int32, Int64
 from specplan.kernels import fakes, words
 from specplan.plans.plan import Plan
 
-#: 128 and 64 threads measure the same at 8 x 8; at 64 x 8, 128 are faster (0.99 against 1.12 us a node).
+#: 128 and 64 threads measure the same at 8 x 8; at 64 x 8, 128 are faster (0.99 against 1.12 us a
+#: node).
 THREADS = 128
 
 
@@ -124,8 +128,8 @@ def lower(plan: Plan) -> tuple[Any, tuple[Any, ...]]:
         rows: Int32,
         stream: Any,
     ) -> None:
-        # A grid of at least one CTA, so that a call with no rows is a launch that does nothing: it is how code is loaded
-        # ahead of a graph capture.
+        # A grid of at least one CTA, so that a call with no rows is a launch that does nothing: it
+        # is how code is loaded ahead of a graph capture.
         grid = cutlass.max(Int32(1), cute.ceil_div(rows, THREADS // lanes))
         _scatter(
             new_tokens.iterator,

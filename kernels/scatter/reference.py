@@ -18,9 +18,11 @@ def scatter(
     row_begin: int,
     rows: int,
 ) -> None:
-    """Store the moved rows in place; arguments as :meth:`specplan.scatter.Scatter.__call__`, any device.
+    """Store the moved rows in place; arguments as :meth:`specplan.scatter.Scatter.__call__`, any
+    device.
 
-    Slots outside the stores are skipped. Unlike the kernel it reads columns at or past the accepted length, and drops them.
+    Slots outside the stores are skipped. Unlike the kernel it reads columns at or past the accepted
+    length, and drops them.
     """
     if rows == 0:
         return

@@ -1,9 +1,10 @@
-"""The command line with a compiler that only takes time: a worker that hands out objects that were compiled before.
+"""The command line with a compiler that only takes time: a worker that hands out objects that were
+compiled before.
 
     python replay.py RECORDED_PACK SECONDS_A_PLAN {locks|no-locks} ARGUMENTS...
 
-The pool, the worker's loop, the renames, the linker and the manifest are the real ones; only the compile is another. ``no-locks`` stands for a file
-system on which a lock is granted to everyone.
+The pool, the worker's loop, the renames, the linker and the manifest are the real ones; only the
+compile is another. ``no-locks`` stands for a file system on which a lock is granted to everyone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Device code: found in objects, hashed as the driver gets it, with its registers and its local-memory traffic."""
+"""Device code: found in objects, hashed as the driver gets it, with its registers and its
+local-memory traffic.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-import packs
 import pytest
 from specplan.plans import device_code
 from specplan.plans.plan import Plan
 from specplan.tools.build import keys
+
+import packs
 
 CUDA = 190
 LOAD_LOCAL, STORE_LOCAL, OTHER = 0x7983, 0x2387, 0x7984
 
 
 def elf(kernels: dict[str, list[int]], registers: list[int], machine: int = CUDA) -> bytes:
-    """A CUDA ELF image with one ``.text`` section a kernel, of 16-byte instructions with these opcodes, and its ``.nv.info``."""
+    """A CUDA ELF image with one ``.text`` section a kernel, of 16-byte instructions with these
+    opcodes, and its ``.nv.info``.
+    """
     info = struct.pack("<BBHI", 3, 0x36, 0, 0)[
         :4
     ]  # an attribute with its value in the header, which must be stepped over

@@ -1,4 +1,6 @@
-"""Builds that go wrong: plans that fail, builders that are killed or crowded, disks that are full or read-only."""
+"""Builds that go wrong: plans that fail, builders that are killed or crowded, disks that are full
+or read-only.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import packs
 import pytest
 from specplan.plans import manifest
+
+import packs
 
 REPLAY = Path(__file__).with_name("replay.py")
 
@@ -23,7 +26,9 @@ REPLAY = Path(__file__).with_name("replay.py")
 def replayed(
     pack: packs.SmallPack, out: Path, *more: str, seconds: float = 0.0, locks: bool = True
 ) -> list[str]:
-    """A build of the small catalog in which the compiler's answers come from the pack that was built before."""
+    """A build of the small catalog in which the compiler's answers come from the pack that was
+    built before.
+    """
     return [
         *(sys.executable, str(REPLAY), str(pack.root), str(seconds)),
         *("locks" if locks else "no-locks", "build", "--catalog", str(pack.catalog)),
@@ -79,7 +84,8 @@ def test_with_keep_going_the_other_plans_are_built_and_logs_say_why(
     from specplan.tools.build import keys
 
     for plan in small_pack.manifest.plans.values():
-        # One plan of scatter is there already; the other is compiled by the worker that replaces a dead one.
+        # One plan of scatter is there already; the other is compiled by the worker that replaces a
+        # dead one.
         if plan.family == "scatter" and dict(plan.spec)["history"] == 4:
             for end in ("o", "json"):
                 name = f"{keys.digest(plan.key)}.{end}"
@@ -124,7 +130,8 @@ def test_a_builder_killed_at_any_moment_leaves_no_pack_or_a_whole_one(
     states = []
     for moment in sorted(chance.uniform(0.1, 1.0) for _ in range(10)):
         if "built" in states:
-            # Objects are kept from one run to the next; a fresh directory is what takes the whole time.
+            # Objects are kept from one run to the next; a fresh directory is what takes the whole
+            # time.
             out = tmp_path / f"killed-{len(states)}"
         builder = subprocess.Popen(
             replayed(small_pack, out, seconds=0.1),
@@ -251,7 +258,9 @@ def fill(directory: Path, leave: int) -> Path:
 def test_a_full_disk_is_one_clear_error_and_the_old_pack_stays(
     small_pack: packs.SmallPack, tmp_path: Path, objects: int
 ) -> None:
-    """The disk has room for so many objects of gather, of which there are two, and half of what comes next."""
+    """The disk has room for so many objects of gather, of which there are two, and half of what
+    comes next.
+    """
     size = max(p.object_size for p in small_pack.manifest.plans.values() if p.family == "gather")
     with mounted(tmp_path / "disk", 4_000_000) as disk:
         root = disk / "pack"

@@ -7,10 +7,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import packs
 import pytest
 from specplan.plans.plan import Plan
 from specplan.tools.build import keys
+
+import packs
 
 PLAN = Plan(
     "scatter", "scatter", "sm_90a", (("history", 4), ("next", 4), ("draft", 3), ("lanes", 4))
@@ -48,7 +49,9 @@ def before(sources: Path) -> list[dict[str, object]]:
 
 @pytest.fixture
 def forgetful() -> Iterator[None]:
-    """Forget what the key functions remember before and after a test that changes what they look at."""
+    """Forget what the key functions remember before and after a test that changes what they look
+    at.
+    """
     remembered = (keys.tool_versions, keys.host_triple, keys._spec, keys._imports, keys.sources)
     for function in remembered:
         function.cache_clear()

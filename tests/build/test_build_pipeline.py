@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import packs
 import pytest
 from specplan.plans import manifest
+
+import packs
 
 
 def arguments_of(pack: packs.SmallPack, out: Path) -> tuple[str | Path, ...]:
@@ -70,7 +71,9 @@ def test_the_manifest_is_complete(small_pack: packs.SmallPack) -> None:
 def test_another_directory_job_count_and_environment_give_the_same_bytes(
     small_pack: packs.SmallPack, cli: packs.Cli, tmp_path: Path
 ) -> None:
-    """The fixture built with all CPUs from the tests' directory; the environment must not reach the compiler either."""
+    """The fixture built with all CPUs from the tests' directory; the environment must not reach the
+    compiler either.
+    """
     (tmp_path / "cwd").mkdir()
     dump = tmp_path / "dump"
     done = cli(
@@ -109,7 +112,9 @@ def test_a_second_build_compiles_nothing_and_touches_nothing(
 def test_a_changed_family_is_compiled_alone(
     small_pack: packs.SmallPack, cli: packs.Cli, tmp_path: Path
 ) -> None:
-    """From a copy of the sources, which has the same keys as the original; then with a comment in gather's kernel."""
+    """From a copy of the sources, which has the same keys as the original; then with a comment in
+    gather's kernel.
+    """
     sources = packs.tree(tmp_path / "sources")
     root = small_pack.copy(tmp_path / "pack")
     arguments = arguments_of(small_pack, root)
@@ -184,7 +189,8 @@ def test_a_family_alone_keeps_what_the_pack_holds_of_others(
     arguments = arguments_of(small_pack, root)
     report = report_of(cli(*arguments, "--family", "gather"))
     assert (report["planned"], report["compiled"], report["linked"]) == (2, 2, 1)
-    # No object of scatter is there to link again, so its library, plans and cells can only have been kept.
+    # No object of scatter is there to link again, so its library, plans and cells can only have
+    # been kept.
     assert built(root) == built(small_pack.root)
 
 

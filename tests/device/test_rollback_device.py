@@ -1,6 +1,7 @@
 """Rollback on a GPU: whole sequences of steps, and a pool beyond 4 GiB.
 
-Run where a pack is: ``SPECPLAN_PACKS=packs pytest tests/device``. Skipped without a GPU of a catalogued arch.
+Run where a pack is: ``SPECPLAN_PACKS=packs pytest tests/device``. Skipped without a GPU of a
+catalogued arch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def pack() -> Iterator[specplan.Pack]:
 
 
 class Caches:
-    """Index-key planes of all layers and the position plane, as views into pools with other pages between."""
+    """Index-key planes of all layers and the position plane, as views into pools with other pages
+    between.
+    """
 
     def __init__(self, pages: int, device: str = "cuda") -> None:
         self.keys = torch.zeros(
@@ -49,9 +52,11 @@ class Caches:
 def test_a_run_with_rejected_drafts_leaves_what_a_run_without_drafts_leaves(
     pack: specplan.Pack, requests: int, tokens: int, steps: int
 ) -> None:
-    """gather -> the step writes every row -> commit, as one graph replayed with new places and counts.
+    """gather -> the step writes every row -> commit, as one graph replayed with new places and
+    counts.
 
-    The other run writes only the accepted rows. Whole pools are compared, pages of no plane included.
+    The other run writes only the accepted rows. Whole pools are compared, pages of no plane
+    included.
     """
     per_request = -(-(steps + 1) * tokens // PAGE_TOKENS)
     pages = requests * per_request + 2
@@ -107,7 +112,9 @@ def test_a_run_with_rejected_drafts_leaves_what_a_run_without_drafts_leaves(
 
 @pytest.mark.gpu
 def test_a_pool_beyond_four_gib_is_addressed_correctly(pack: specplan.Pack) -> None:
-    """Planes of 12 layers in one 9.4 GiB pool, rows in its first and last pages; the whole pool is compared."""
+    """Planes of 12 layers in one 9.4 GiB pool, rows in its first and last pages; the whole pool is
+    compared.
+    """
     pages = 24_000
     keys = torch.zeros(pages, LAYERS + 1, PAGE_TOKENS, 128, dtype=torch.bfloat16, device="cuda")
     assert keys.numel() * keys.element_size() > 9 << 30

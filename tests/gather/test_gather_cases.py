@@ -1,4 +1,6 @@
-"""gather's input cases: each asks for something, keeps its guards, and comes to its own cell; every rule is declined."""
+"""gather's input cases: each asks for something, keeps its guards, and comes to its own cell; every
+rule is declined.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def test_the_call_changes_its_ranges_of_the_destinations_and_nothing_else(proble
 
 
 def test_cases_hold_what_is_hard() -> None:
-    """Repeated slots, indices outside the stores, begins that differ, fewer drafts than tokens, no drafts."""
+    """Repeated slots, indices outside the stores, begins that differ, fewer drafts than tokens, no
+    drafts.
+    """
     first, second, third = every(PROBLEMS["mtp7"], 8, 8)
     for case in (first, second, third):
         case.refill(5)

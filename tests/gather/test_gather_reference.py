@@ -43,7 +43,9 @@ def loops(call: dict[str, Any]) -> dict[str, Any]:
 
 @st.composite
 def calls(draw: st.DrawFn) -> dict[str, Any]:
-    """Any call of the contract: repeated slots, indices outside the stores, fewer drafts and tokens than the stores are wide."""
+    """Any call of the contract: repeated slots, indices outside the stores, fewer drafts and tokens
+    than the stores are wide.
+    """
     width, size = draw(st.integers(1, 6)), draw(st.integers(1, 5))
     draft_width = draw(st.integers(0, 6))
     requests, tokens = draw(st.integers(0, 4)), draw(st.integers(1, width))
@@ -114,7 +116,9 @@ def call_of(lens: list[int], requests: int, tokens: int, **changes: Any) -> dict
 
 
 def test_offsets_follow_the_row_order_and_a_dummy_row_stays_last() -> None:
-    """A public bug of this kind: two real rows with lengths 3 and 1 and a dummy behind them, four tokens a request."""
+    """A public bug of this kind: two real rows with lengths 3 and 1 and a dummy behind them, four
+    tokens a request.
+    """
     call = call_of([3, 1], 2, 4)
     call["kv_offsets"].zero_()
     reference.gather(**call)
@@ -123,7 +127,9 @@ def test_offsets_follow_the_row_order_and_a_dummy_row_stays_last() -> None:
 
 
 def test_no_requests_leave_the_offset_buffers_to_the_caller() -> None:
-    """A public bug of this kind: with no previous batch the offsets were garbage. They are the caller's to zero: none is written here."""
+    """A public bug of this kind: with no previous batch the offsets were garbage. They are the
+    caller's to zero: none is written here.
+    """
     call = call_of([3, 1], 0, 4)
     for name in DESTINATIONS:
         call[name].fill_(0x7BADBAD)

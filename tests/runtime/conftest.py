@@ -6,8 +6,9 @@ import dataclasses
 from contextlib import nullcontext
 from typing import Any
 
-import packs
 import pytest
+
+import packs
 
 torch = pytest.importorskip("torch")
 
@@ -19,10 +20,11 @@ from stubs import Compiled  # noqa: E402  isort: skip
 
 @pytest.fixture
 def pack(small_pack: packs.SmallPack, monkeypatch: pytest.MonkeyPatch) -> specplan.Pack:
-    """The small pack on one imagined device of its arch, its functions replaced by stubs; ``prepare`` does nothing.
+    """The small pack on one imagined device of its arch, its functions replaced by stubs;
+    ``prepare`` does nothing.
 
-    It also knows two problems that are built for nothing else than to be mistaken for mtp3: scatter's ``alike`` and gather's
-    ``alike`` differ from it in the width of the next store.
+    It also knows two problems that are built for nothing else than to be mistaken for mtp3:
+    scatter's ``alike`` and gather's ``alike`` differ from it in the width of the next store.
     """
     loaded = specplan.load(small_pack.root, arch=packs.ARCH)
     arch_pack = loaded._packs[packs.ARCH]

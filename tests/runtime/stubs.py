@@ -1,4 +1,6 @@
-"""A loaded pack on a machine without a GPU: tensors that say they are on one, and compiled functions that write down their calls."""
+"""A loaded pack on a machine without a GPU: tensors that say they are on one, and compiled
+functions that write down their calls.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def on_device(tensor: torch.Tensor) -> OnDevice:
 
 
 class Compiled:
-    """A compiled function: it refuses what ``refuses`` finds, raises ``fails``, and writes down every launch."""
+    """A compiled function: it refuses what ``refuses`` finds, raises ``fails``, and writes down
+    every launch.
+    """
 
     def __init__(self, symbol: str, spec: Mapping[str, Any]) -> None:
         self.symbol = symbol

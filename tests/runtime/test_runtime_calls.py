@@ -1,11 +1,14 @@
-"""What the ops check in Python, with the compiled functions replaced: ranges, refits, preparation, and what errors become."""
+"""What the ops check in Python, with the compiled functions replaced: ranges, refits, preparation,
+and what errors become.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import packs
 import pytest
+
+import packs
 
 torch = pytest.importorskip("torch")
 
@@ -52,7 +55,9 @@ def scatter_call(width: int = 3, held: int = 6, size: int = 8, **changes: Any) -
 
 
 def gather_call(**changes: Any) -> dict[str, Any]:
-    """A call of mtp3 with 3 requests of 4 tokens and 2 drafts; every range ends where its tensor ends."""
+    """A call of mtp3 with 3 requests of 4 tokens and 2 drafts; every range ends where its tensor
+    ends.
+    """
     call = {
         "store_next_new_tokens": zeros(4, 8, 1),
         "store_next_draft": zeros(8, 3),

@@ -1,4 +1,6 @@
-"""Loading packs: every way in which it can fail is one error that names the cause and the way out, before anything is mapped."""
+"""Loading packs: every way in which it can fail is one error that names the cause and the way out,
+before anything is mapped.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import packs
 import pytest
+
+import packs
 
 torch = pytest.importorskip("torch")
 
@@ -157,7 +160,9 @@ print(json.dumps([answers, str(root) in Path("/proc/self/maps").read_text()]))
 def test_a_spoilt_library_is_refused_before_anything_is_mapped(
     small_pack: packs.SmallPack, copied: Path, family: str
 ) -> None:
-    """Truncated at several lengths, grown, one bit flipped, absent. A truncated library kills a process that maps it."""
+    """Truncated at several lengths, grown, one bit flipped, absent. A truncated library kills a
+    process that maps it.
+    """
     record = small_pack.manifest.objects[family]
     answers, mapped_when_whole = in_process(SPOIL, copied, copied / packs.ARCH / record.file)
     assert mapped_when_whole
@@ -248,7 +253,9 @@ def test_a_pack_for_another_host_is_refused(copied: Path) -> None:
 def test_tvm_ffi_must_be_as_new_as_the_packs_and_of_the_same_minor(
     copied: Path, monkeypatch: pytest.MonkeyPatch, installed: str, refused: bool
 ) -> None:
-    """A prerelease counts as the part of it that is a number: 0.1.16rc1 is read as 0.1, older than 0.1.15."""
+    """A prerelease counts as the part of it that is a number: 0.1.16rc1 is read as 0.1, older than
+    0.1.15.
+    """
     tools = {**manifest.read(copied / packs.ARCH).tools, "apache-tvm-ffi": "0.1.15.post2"}
     packs.rewrite(copied / packs.ARCH, tools=tools)
     monkeypatch.setattr(library.tvm_ffi(), "__version__", installed)
@@ -358,12 +365,14 @@ import torch
 wrote = []
 def watch(event, arguments):
     if event == "open":
-        path, mode, flags = arguments
-        if flags is not None and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) and path != os.devnull:
+        path, mode, flags = arguments if flags is not None and flags & (os.O_WRONLY | os.O_RDWR |
+        os.O_CREAT) and path != os.devnull:
             wrote.append([event, str(path)])
-    elif event.startswith(("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "shutil.", "tempfile.")):
+    elif event.startswith(("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link",
+    "os.symlink", "shutil.", "tempfile.")):
         wrote.append([event, str(arguments)])
-    elif event.startswith(("subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "socket.connect")):
+    elif event.startswith(("subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn",
+    "socket.connect")):
         wrote.append([event, str(arguments)])
 sys.addaudithook(watch)
 import specplan

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import packs
 import pytest
+
+import packs
 
 torch = pytest.importorskip("torch")
 

@@ -1,4 +1,6 @@
-"""scatter's input cases: each asks for something, keeps its guards, and comes to its own cell; every rule is declined."""
+"""scatter's input cases: each asks for something, keeps its guards, and comes to its own cell;
+every rule is declined.
+"""
 
 from __future__ import annotations
 

@@ -39,7 +39,9 @@ def loops(call: dict[str, Any]) -> dict[str, Any]:
 
 @st.composite
 def calls(draw: st.DrawFn) -> dict[str, Any]:
-    """Any call of the contract: any widths, zero among them, rows from the middle, lengths past both ends, slots outside."""
+    """Any call of the contract: any widths, zero among them, rows from the middle, lengths past
+    both ends, slots outside.
+    """
     history, following, size = (draw(st.integers(1, 5)) for _ in range(3))
     drafts = draw(st.integers(0, 5))
     a, b, c = (draw(st.integers(0, 7)) for _ in range(3))
@@ -106,7 +108,9 @@ def call_of(rows: int, width: int, lens: list[int], **changes: Any) -> dict[str,
 
 
 def test_columns_that_a_context_row_never_wrote_do_not_reach_the_store() -> None:
-    """A public bug of this kind: a row of length 1 in an output of width 8 whose columns 1.. were never written."""
+    """A public bug of this kind: a row of length 1 in an output of width 8 whose columns 1.. were
+    never written.
+    """
     call = call_of(1, 8, [1])
     call["new_tokens"][0, 1:] = 0x7BADBAD
     reference.scatter(**call)

@@ -1,7 +1,8 @@
 """A plan's key: everything that decides its bytes, and nothing else.
 
-The key holds the reachable source files, every compile option, the arch, all ``nvidia-cutlass-dsl*`` distributions, the tvm-ffi
-version and the host triple. It holds no path, no driver and no torch version: none of them changes the bytes.
+The key holds the reachable source files, every compile option, the arch, all
+``nvidia-cutlass-dsl*`` distributions, the tvm-ffi version and the host triple. It holds no path, no
+driver and no torch version: none of them changes the bytes.
 """
 
 from __future__ import annotations
@@ -43,13 +44,17 @@ def host_triple() -> str:
 
 
 def options(plan: Plan) -> str:
-    """The compiler options of a plan. The arch is always said: without it the DSL silently takes sm_100a."""
+    """The compiler options of a plan. The arch is always said: without it the DSL silently takes
+    sm_100a.
+    """
     return f"--enable-tvm-ffi --gpu-arch {plan.arch} --opt-level 3"
 
 
 @cache
 def _spec(name: str) -> ModuleSpec | None:
-    """Where a module lies, without running it or its packages: a package that cannot be imported here still has sources."""
+    """Where a module lies, without running it or its packages: a package that cannot be imported
+    here still has sources.
+    """
     parent = name.rpartition(".")[0]
     path = None
     if parent:
@@ -66,7 +71,7 @@ def _spec(name: str) -> ModuleSpec | None:
 
 @cache
 def _imports(module: str) -> tuple[str, frozenset[str]]:
-    """Source digest of one module of this package, and the modules of this package that it imports."""
+    """Source digest of one module of this package, and which of its modules that imports."""
     spec = _spec(module)
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(f"no module {module!r} to take sources from")
@@ -89,7 +94,7 @@ def _imports(module: str) -> tuple[str, frozenset[str]]:
 
 @cache
 def sources(family: str) -> Mapping[str, str]:
-    """sha256 of every source file that a family's device code can reach by import, by module name."""
+    """sha256 of every source file that a family's device code reaches by import, by module."""
     found: dict[str, str] = {}
     todo = [f"specplan.kernels.{family}.kernel"]
     while todo:
@@ -101,7 +106,9 @@ def sources(family: str) -> Mapping[str, str]:
 
 
 def key(plan: Plan) -> dict[str, Any]:
-    """The key of a plan, in full: the manifest records it, and a difference names the input that changed."""
+    """The key of a plan, in full: the manifest records it, and a difference names the input that
+    changed.
+    """
     return {
         "format": FORMAT,
         "symbol": plan.symbol,

@@ -1,4 +1,6 @@
-"""Linking: the objects of one family and arch into one shared object, with the same bytes from the same inputs."""
+"""Linking: the objects of one family and arch into one shared object, with the same bytes from the
+same inputs.
+"""
 
 from __future__ import annotations
 
@@ -147,8 +149,8 @@ json.dump(found, sys.stdout)
 def signatures(shared: Path, symbols: Sequence[str]) -> dict[str, str]:
     """The signature text of every function, from the shared object itself.
 
-    Each function is called without arguments, which it refuses with its own signature before it touches CUDA. That also shows that
-    the object loads and holds every function.
+    Each function is called without arguments, which it refuses with its own signature before it
+    touches CUDA. That also shows that the object loads and holds every function.
     """
     done = subprocess.run(
         [

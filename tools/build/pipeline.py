@@ -1,4 +1,5 @@
-"""The build: reachable plans -> objects -> shared objects -> manifest, incremental, atomic and deterministic.
+"""The build: reachable plans -> objects -> shared objects -> manifest, incremental, atomic and
+deterministic.
 
 Layout of the output directory::
 
@@ -7,8 +8,9 @@ Layout of the output directory::
     <out>/objects/<key>.o, <key>.json     one compiled plan each, reused while its key stands
     <out>/logs/<symbol>.log               what the compiler printed
 
-A killed build leaves files that nothing refers to and a manifest that is either the old one or the new one. Nothing is deleted
-here, so a build beside a build, or a reader of the old manifest, keeps what it refers to; ``specplan gc`` clears up.
+A killed build leaves files that nothing refers to and a manifest that is either the old one or the
+new one. Nothing is deleted here, so a build beside a build, or a reader of the old manifest, keeps
+what it refers to; ``specplan gc`` clears up.
 """
 
 from __future__ import annotations
@@ -96,7 +98,9 @@ class _Target:
 
 
 def targets(catalog: Catalog, archs: Iterable[str], families: Sequence[str]) -> list[_Target]:
-    """The reachable plans of each arch: the image of its cells under the planning rules, and nothing else."""
+    """The reachable plans of each arch: the image of its cells under the planning rules, and
+    nothing else.
+    """
     found = []
     for arch in archs:
         cells: list[Entry] = []
@@ -135,7 +139,8 @@ def build(
     out
         Output directory; created where it does not exist.
     archs
-        Compile targets. With ``families`` given, only these families are compiled; what a pack holds of others is kept.
+        Compile targets. With ``families`` given, only these families are compiled; what a pack
+        holds of others is kept.
     jobs
         Compile processes; default: one for each CPU that this process may use.
     dry_run
@@ -155,7 +160,8 @@ def build(
     report.planned = len(plans)
     if not any(name == "nvidia-cutlass-dsl" for name in keys.tool_versions()):
         raise BuildError(
-            "the compiler is not installed: pip install 'specplan[build]' (nvidia-cutlass-dsl[cu13])"
+            "the compiler (nvidia-cutlass-dsl[cu13]) is not installed: pip install "
+            "'specplan[build]'"
         )
     digests = {symbol: keys.digest(keys.key(plan)) for symbol, plan in plans.items()}
     if dry_run:
@@ -192,7 +198,9 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @contextmanager
 def _readable_errors(out: Path) -> Iterator[None]:
-    """Full disks and read-only directories as one clear error; what was there before stays as it was."""
+    """Full disks and read-only directories as one clear error; what was there before stays as it
+    was.
+    """
     try:
         yield
     except link.LinkError as error:
@@ -211,8 +219,8 @@ def _readable_errors(out: Path) -> Iterator[None]:
 def _exclusive(out: Path, waiting: Callable[[str], None]) -> Iterator[None]:
     """One build at a time in a directory, where the file system has locks.
 
-    Where it has none the builds run side by side: names are content, writes are renames and nothing is deleted, so they do the
-    same work twice and the last manifest stands.
+    Where it has none the builds run side by side: names are content, writes are renames and nothing
+    is deleted, so they do the same work twice and the last manifest stands.
     """
     import filelock
 
@@ -402,7 +410,9 @@ def stamp(
     entries: Iterable[Entry],
     certificate_directories: Iterable[Path],
 ) -> Manifest:
-    """The manifest with its cell table, each cell marked certified where a certificate matches the bits."""
+    """The manifest with its cell table, each cell marked certified where a certificate matches the
+    bits.
+    """
     evidence = certificates.read_all(certificate_directories, bare.arch)
     groups = manifest.group_cells(
         (cell, uses, automatic, is_certified(cell, uses, bare, evidence))
@@ -412,7 +422,7 @@ def stamp(
 
 
 def restamp(directory: Path, certificate_directories: Iterable[Path]) -> Manifest:
-    """Mark the cells of a built pack anew, after a certificate was added; returns what was written."""
+    """Mark the cells of a built pack anew, after a certificate was added."""
     old = manifest.read(directory)
     entries = [(cell, group.uses, group.automatic) for cell, group in old.cells()]
     new = stamp(old, entries, [*certificate_directories, local_certificates(directory)])

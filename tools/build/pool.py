@@ -1,6 +1,7 @@
 """Worker processes that compile plans, one thread of this process minding each of them.
 
-A worker that dies takes only the plan at hand with it: that plan fails with its log, and a new worker goes on with the rest.
+A worker that dies takes only the plan at hand with it: that plan fails with its log, and a new
+worker goes on with the rest.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from specplan.tools.build import keys
 
 #: The worker's command; the file descriptor for its answers is appended.
 WORKER = [sys.executable, "-m", "specplan.tools.build.worker"]
-#: Compiles that one worker does before it is replaced, which bounds what a leak in the compiler can cost.
+#: Compiles that one worker does before it is replaced, which bounds what a leak in the compiler can
+#: cost.
 RECYCLE_AFTER = 64
 #: Seconds after which a compile is taken for hung. The slowest plan takes some seconds.
 TIMEOUT_S = 600
@@ -40,7 +42,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job: the record for the manifest, or the error, with its number if the system refused something."""
+    """What became of a job: the record for the manifest, or the error, with its number if the
+    system refused something.
+    """
 
     job: Job
     record: dict[str, Any] | None
@@ -49,7 +53,9 @@ class Outcome:
 
 
 def run(jobs: Iterable[Job], workers: int, stop: threading.Event) -> Iterator[Outcome]:
-    """Compile jobs on ``workers`` processes; yields outcomes as they come. ``stop`` ends it after the plans at hand."""
+    """Compile jobs on ``workers`` processes; yields outcomes as they come. ``stop`` ends it after
+    the plans at hand.
+    """
     todo: queue.SimpleQueue[Job] = queue.SimpleQueue()
     count = 0
     for job in jobs:
@@ -114,7 +120,7 @@ class _WorkerDied(Exception):
 
 
 class _Worker:
-    """One compile process, with a pipe for its answers that the compiler's own output cannot reach."""
+    """One compile process; its answers come by a pipe that the compiler's output cannot reach."""
 
     def __init__(self) -> None:
         reader, writer = os.pipe()
@@ -188,7 +194,7 @@ class _Worker:
 
 
 def environment() -> dict[str, str]:
-    """The workers' environment: no compiler switches from outside, no GPU, this package importable."""
+    """The workers' environment: no compiler switches from outside, no GPU."""
     kept = {
         name: value
         for name, value in os.environ.items()

@@ -1,7 +1,8 @@
-"""A compile worker: reads plans as JSON lines on stdin, compiles each, answers with one JSON line on a pipe.
+"""A compile worker: reads plans as JSON lines on stdin, compiles each, answers with one JSON line
+on a pipe.
 
-The DSL is not thread-safe, so a worker is a process and compiles one plan at a time. Whatever the compiler prints goes to the
-log of the plan at hand: a crash leaves a log and costs one plan.
+The DSL is not thread-safe, so a worker is a process and compiles one plan at a time. Whatever the
+compiler prints goes to the log of the plan at hand: a crash leaves a log and costs one plan.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def plan_from(job: dict[str, Any]) -> Plan:
 
 
 def compile_plan(plan: Plan, options: str, path: Path) -> dict[str, Any]:
-    """Compile one plan to an object file at ``path``; returns what the manifest records about it."""
+    """Compile one plan to an object at ``path``; returns what the manifest records about it."""
     import cutlass.cute as cute
 
     module = import_module(f"specplan.kernels.{plan.family}.kernel")
@@ -40,8 +41,9 @@ def compile_plan(plan: Plan, options: str, path: Path) -> dict[str, Any]:
         raise RuntimeError(
             f"the compiler returned {type(compiled).__name__}, not an exportable function"
         )
-    # The host side of the launch (grid, cluster, argument checks) before it is lowered to this machine's instructions. It
-    # holds the device code too, so it is the widest statement of what the plan does that does not depend on the host.
+    # The host side of the launch (grid, cluster, argument checks) before it is lowered to this
+    # machine's instructions. It holds the device code too, so it is the widest statement of what
+    # the plan does that does not depend on the host.
     host_code = hashlib.sha256(str(compiled.ir_module).encode()).hexdigest()
     compiled.export_to_c(str(path), function_name=plan.symbol, export_only_tvm_ffi_symbols=True)
     data = path.read_bytes()
@@ -64,7 +66,8 @@ def compile_plan(plan: Plan, options: str, path: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    # tvm-ffi imports torch where there is one: three seconds a worker, and no plan's bytes may depend on it.
+    # tvm-ffi imports torch where there is one: three seconds a worker, and no plan's bytes may
+    # depend on it.
     sys.modules["torch"] = None  # type: ignore[assignment]
     answers = os.fdopen(int(sys.argv[1]), "w", buffering=1)
     for line in sys.stdin:

@@ -1,0 +1,1 @@
+"""Tests of the ``plans`` room: no torch, no compiler, no GPU."""
