@@ -75,7 +75,7 @@ class Op:
         arch
             Without it: the only or first loaded arch.
         """
-        arch_pack = self._pack._packs[arch if arch is not None else self._pack.archs[0]]
+        arch_pack = self._pack._of_arch(arch)
         planning = PLANNING[self.family]
         if problem is not None:
             found = arch_pack.manifest.problems.get(self.family, {}).get(problem)

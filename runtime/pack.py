@@ -64,6 +64,9 @@ def load(
     """
     wanted = [arch] if arch is not None else visible_archs()
     places = [("the path given", Path(path))] if path is not None else list(locations.search_path())
+    if path is not None and (Path(path) / manifest.NAME).is_file():
+        # Named as a pack, it is read as one: what is wrong with it is not that it was not found.
+        _read_manifest(Path(path))
     found: dict[str, Path] = {}
     for _, root in places:
         for name, directory in packs_under(root).items():
@@ -76,7 +79,7 @@ def load(
             f"no pack for {' or '.join(wanted)}. Searched: {searched}. Archs found: {there}. "
             f"Build one: specplan build --arch {wanted[0]}"
         )
-    return Pack([_ArchPack(found[name]) for name in usable], candidates=candidates)
+    return Pack([_ArchPack(found[name], name) for name in usable], candidates=candidates)
 
 
 def visible_archs() -> list[str]:
@@ -96,9 +99,15 @@ def visible_archs() -> list[str]:
 class _ArchPack:
     """One pack directory, checked and opened."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, arch: str) -> None:
         self.directory = directory
         self.manifest = _read_manifest(directory)
+        if self.manifest.arch != arch:
+            raise PackCorruptError(
+                f"{directory} holds a pack for {self.manifest.arch}, not for {arch}; "
+                f"build it again: specplan build --arch {arch} --out {directory.parent}",
+                reason="manifest_arch",
+            )
         library.check_versions(self.manifest, directory)
         for record in self.manifest.objects.values():
             wrong = manifest.check_object(directory, record)
@@ -205,7 +214,16 @@ class Pack:
 
     def manifest(self, arch: str | None = None) -> Manifest:
         """The manifest of one arch; without a name, of the only or first one."""
-        return self._packs[arch if arch is not None else self.archs[0]].manifest
+        return self._of_arch(arch).manifest
+
+    def _of_arch(self, arch: str | None) -> _ArchPack:
+        """The pack of an arch, or of the first one; an arch that is not loaded is an error."""
+        name = arch if arch is not None else self.archs[0]
+        if name not in self._packs:
+            raise PackNotFoundError(
+                f"no pack for {name} is loaded; loaded: {', '.join(self.archs)}"
+            )
+        return self._packs[name]
 
     def __repr__(self) -> str:
         parts = [f"{a}: {len(p.functions)} plans in {p.directory}" for a, p in self._packs.items()]

@@ -35,15 +35,20 @@ families:
       mtp3: {history: 4, next: 4, draft: 3}
       mtp7: {history: 8, next: 8, draft: 7}
     cells:
-      - {problems: [mtp3], requests: 1..4, tokens: 1..4, splits: 1, dtypes: [int32], certified: [sm_90a], why: tests}
-      - {problems: [mtp3], requests: 5, tokens: 1..4, splits: 1, dtypes: [int32], candidate: [sm_90a], why: tests}
-      - {problems: [mtp7], requests: 1..4, tokens: 1..8, splits: 1, dtypes: [int32], certified: [sm_90a], why: tests}
+      - {problems: [mtp3], requests: 1..4, tokens: 1..4, splits: 1, dtypes: [int32],
+         certified: [sm_90a], why: tests}
+      - {problems: [mtp3], requests: 5, tokens: 1..4, splits: 1, dtypes: [int32],
+         candidate: [sm_90a], why: tests}
+      - {problems: [mtp7], requests: 1..4, tokens: 1..8, splits: 1, dtypes: [int32],
+         certified: [sm_90a], why: tests}
   gather:
     problems:
       mtp3: {next: 4, draft: 3}
     cells:
-      - {problems: [mtp3], requests: 1..4, tokens: 2..4, splits: 1, dtypes: [int32], certified: [sm_90a], why: tests}
-      - {problems: [mtp3], requests: 5, tokens: 2..4, splits: 1, dtypes: [int32], candidate: [sm_90a], why: tests}
+      - {problems: [mtp3], requests: 1..4, tokens: 2..4, splits: 1, dtypes: [int32],
+         certified: [sm_90a], why: tests}
+      - {problems: [mtp3], requests: 5, tokens: 2..4, splits: 1, dtypes: [int32],
+         candidate: [sm_90a], why: tests}
 """
 
 #: The most requests that the made-up certificate covers.

@@ -55,11 +55,11 @@ def _archs(catalog: Catalog, names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(wanted))
 
 
-def _family_names(names: Sequence[str]) -> tuple[str, ...]:
+def _family_names(names: Sequence[str], hint_for: str = "--family") -> tuple[str, ...]:
     for name in names:
         if name not in FAMILIES:
             hint = catalogs.suggest(name, FAMILIES)
-            raise click.BadParameter(f"unknown family {name!r}{hint}", param_hint="--family")
+            raise click.BadParameter(f"unknown family {name!r}{hint}", param_hint=hint_for)
     return tuple(dict.fromkeys(names))
 
 
@@ -427,7 +427,7 @@ def explain_command(
 ) -> None:
     """Print the decision from a call to its plan, or to the reason why not. Needs no GPU."""
     catalog = _catalog(catalog_path)
-    _family_names([family])
+    _family_names([family], "FAMILY")
     _archs(catalog, [arch])
     values = _assignments(assignments)
     problems = catalog.problems.get(family, {})

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from specplan.kernels.gdn_replay import reference
@@ -252,7 +253,8 @@ def verify_case(step: Step, name: str) -> Case:
     if step.tensors["state"].dtype == torch.float32:
         bounds["state"] = FP32_STATE_BOUND
     want = step.clone()
-    reference.verify(**want.tensors)
+    arguments: dict[str, Any] = dict(want.tensors)
+    reference.verify(**arguments)
     masks = written_by_verify(step)
     checks = [Check(n, want.backing[n], masks[n], *bounds[n]) for n in masks]
     checks += [_untouched(n, step.backing[n]) for n in ("qkv", "ba", "slots", "hist_len", "bank")]

@@ -45,10 +45,11 @@ def names(root: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def failing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sources in which one plan of gather raises and the other's worker dies; scatter is as it was."""
+    """Sources in which one plan of gather raises and the other's worker dies."""
     sources = packs.tree(tmp_path_factory.mktemp("failing"))
     kernel = sources / "specplan" / "kernels" / "gather" / "kernel.py"
-    head = "    if plan.int('lanes') == 2:\n        raise ValueError('a plan that cannot be lowered')\n"
+    head = "    if plan.int('lanes') == 2:\n"
+    head += "        raise ValueError('a plan that cannot be lowered')\n"
     head += "    import os, signal, sys\n    print('last words', flush=True)\n"
     head += "    os.kill(os.getpid(), signal.SIGKILL)\n"
     start = '    """The host function of a plan and its fake arguments, for ``cute.compile``."""\n'
@@ -186,7 +187,7 @@ def test_eight_builders_in_one_directory_all_succeed(
     small_pack: packs.SmallPack, tmp_path: Path, locks: bool
 ) -> None:
     root = tmp_path / "pack"
-    # Without locks the compiles must overlap, or nothing is shown; with them seven builders only wait.
+    # Without locks the compiles must overlap, or nothing is shown.
     seconds = 0.05 if locks else 0.5
     builders = [
         subprocess.Popen(
@@ -307,7 +308,8 @@ def test_a_read_only_directory_is_one_clear_error(
             done = packs.run(replayed(small_pack, root))
             assert done.returncode == 1
             assert done.stderr.splitlines() == [
-                f"error: {root} is not writable (Read-only file system); choose another directory with --out"
+                f"error: {root} is not writable (Read-only file system); "
+                "choose another directory with --out"
             ]
 
 

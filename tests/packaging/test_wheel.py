@@ -73,7 +73,7 @@ def test_every_module_of_the_rooms_is_in_the_wheel(wheel: Path) -> None:
 
 
 def test_specplan_and_hugging_face_kernels_import_side_by_side(wheel: Path, tmp_path: Path) -> None:
-    """Hugging Face's ``kernels`` needs torch at import; it comes from this test's own environment."""
+    """Hugging Face's ``kernels`` imports torch; that comes from this test's own environment."""
     venv.create(tmp_path / "clean", with_pip=True)
     python = tmp_path / "clean" / "bin" / "python"
     install = subprocess.run(

@@ -252,7 +252,7 @@ def test_an_output_that_lacks_the_rows_moved_is_declined(
 def test_problems_that_look_alike_to_the_hot_path_get_their_own_plans(
     pack: specplan.Pack, functions: dict[str, Compiled], family: str
 ) -> None:
-    """mtp3 and ``alike`` differ in the next store's width alone, which the hot path does not read."""
+    """mtp3 and ``alike`` differ in the next store's width alone, which no call reads first."""
     alike = {"store_next_new_tokens": zeros(6, 8, 1)}
     for changes in ({}, alike, {}, alike, alike):
         assert getattr(pack, family)(**CALLS[family](**changes)) is True

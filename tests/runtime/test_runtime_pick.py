@@ -159,7 +159,7 @@ def test_tensors_on_the_cpu_are_declined_with_the_loaded_archs(real: specplan.Pa
 
 
 def test_the_compiled_modules_refuse_wrong_calls_before_any_cuda_call(real: specplan.Pack) -> None:
-    """Nothing here has a GPU: a call that came as far as CUDA would fail with a CUDA error instead."""
+    """Nothing here has a GPU: a call that came as far as CUDA would fail with a CUDA error."""
 
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32)

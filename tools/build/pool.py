@@ -14,7 +14,7 @@ import select
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ class Outcome:
     errno: int | None = None
 
 
-def run(jobs: Iterable[Job], workers: int, stop: threading.Event) -> Iterator[Outcome]:
+def run(jobs: Iterable[Job], workers: int, stop: threading.Event) -> Generator[Outcome, None, None]:
     """Compile jobs on ``workers`` processes; yields outcomes as they come. ``stop`` ends it after
     the plans at hand.
     """
