@@ -6,6 +6,7 @@ Exit codes, everywhere: 0 it holds, 1 it does not, 2 the command was used wrongl
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import sys
 import time
@@ -112,6 +113,9 @@ def _evidence(path: Path | None) -> list[Path]:
 @click.version_option(VERSION, prog_name="specplan")
 def main() -> None:
     """Certified, ahead-of-time compiled launch plans for the speculative-decoding step."""
+    # A command makes some hundred thousand cells, none of them in a cycle, and ends: the cyclic
+    # collector would walk them over and over (2.3 s instead of 1.6 s for a build with nothing to do).
+    gc.disable()
 
 
 # build

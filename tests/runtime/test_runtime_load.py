@@ -365,8 +365,9 @@ import torch
 wrote = []
 def watch(event, arguments):
     if event == "open":
-        path, mode, flags = arguments if flags is not None and flags & (os.O_WRONLY | os.O_RDWR |
-        os.O_CREAT) and path != os.devnull:
+        path, mode, flags = arguments
+        writes = flags is not None and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if writes and path != os.devnull:
             wrote.append([event, str(path)])
     elif event.startswith(("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link",
     "os.symlink", "shutil.", "tempfile.")):
