@@ -8,6 +8,7 @@ claimed.
 from __future__ import annotations
 
 import difflib
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -66,6 +67,8 @@ class Catalog:
     archs: Mapping[str, Arch]
     problems: Mapping[str, Mapping[str, Mapping[str, int]]]
     blocks: tuple[Block, ...]
+    #: sha256 of the text.
+    digest: str = ""
     #: Every cell, and whether it is claimed to be certified (else it is a candidate).
     claims: Mapping[Cell, bool] = field(default_factory=dict, repr=False)
 
@@ -148,7 +151,8 @@ def loads(text: str, source: str = "catalog.yaml") -> Catalog:
         raise CatalogError(source, None, f"not YAML: {error}") from error
     if node is None:
         raise CatalogError(source, None, "is empty")
-    return _Reader(source).catalog(node)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return replace(_Reader(source).catalog(node), digest=digest)
 
 
 #: libyaml where PyYAML has it: the same nodes, ten times faster.

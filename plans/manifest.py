@@ -117,6 +117,8 @@ class Manifest:
     plans: Mapping[str, PlanRecord]
     problems: Mapping[str, Mapping[str, Mapping[str, int]]]
     groups: tuple[Group, ...]
+    #: Digest of everything that the pack was made from, or empty where it is not all of a catalog.
+    inputs: str = ""
 
     @cached_property
     def table(self) -> Mapping[tuple[str, str, str, int, int, int], Group]:
@@ -196,6 +198,7 @@ def dumps(manifest: Manifest) -> str:
         "specplan": manifest.version,
         "tools": dict(sorted(manifest.tools.items())),
         "host": manifest.host,
+        "inputs": manifest.inputs,
         "objects": {
             family: {
                 "file": record.file,
@@ -340,6 +343,7 @@ def _from_body(body: Mapping[str, Any]) -> Manifest:
             )
             for item in body["cells"]
         ),
+        inputs=str(body["inputs"]),
     )
 
 

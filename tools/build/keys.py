@@ -120,6 +120,16 @@ def key(plan: Plan) -> dict[str, Any]:
     }
 
 
+@cache
+def planning_sources() -> Mapping[str, str]:
+    """sha256 of every source file of the ``plans`` room: catalog reader, rules, manifest."""
+    package = _spec("specplan.plans")
+    if package is None or package.origin is None:
+        raise ModuleNotFoundError("no package 'specplan.plans' to take sources from")
+    files = sorted(Path(package.origin).parent.glob("*.py"))
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
 def digest(full: Mapping[str, Any]) -> str:
     """sha256 of a key, the same for the same key on any machine."""
     text = json.dumps(full, sort_keys=True, separators=(",", ":"))

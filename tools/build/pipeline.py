@@ -126,7 +126,7 @@ def build(
     jobs: int | None = None,
     dry_run: bool = False,
     keep_going: bool = False,
-    certificate_directories: Sequence[Path] = (),
+    evidence: Sequence[Path] = (),
     progress: Progress = lambda done, total, symbol, error: None,
     waiting: Callable[[str], None] = lambda text: None,
 ) -> Report:
@@ -143,6 +143,8 @@ def build(
         holds of others is kept.
     jobs
         Compile processes; default: one for each CPU that this process may use.
+    evidence
+        Directories of certificates; those beside a pack count too.
     dry_run
         Say what would be compiled, write nothing.
     keep_going
@@ -155,18 +157,23 @@ def build(
     """
     start = time.monotonic()
     report = Report(out)
-    wanted = targets(catalog, archs, families)
-    plans = {symbol: plan for target in wanted for symbol, plan in target.plans.items()}
-    report.planned = len(plans)
     if not any(name == "nvidia-cutlass-dsl" for name in keys.tool_versions()):
         raise BuildError(
             "the compiler (nvidia-cutlass-dsl[cu13]) is not installed: pip install "
             "'specplan[build]'"
         )
+    with _readable_errors(out):
+        inputs = {} if families else {a: _inputs(catalog, a, out / a, evidence) for a in archs}
+        current = {a for a, digest in inputs.items() if _is_current(out / a, digest, report)}
+        archs = [arch for arch in archs if arch not in current]
+    wanted = targets(catalog, archs, families)
+    plans = {symbol: plan for target in wanted for symbol, plan in target.plans.items()}
+    report.planned += len(plans)
     digests = {symbol: keys.digest(keys.key(plan)) for symbol, plan in plans.items()}
     if dry_run:
         ready = [s for s in plans if _object_record(out, digests[s]) is not None]
-        report.reused, report.compiled = len(ready), len(plans) - len(ready)
+        report.reused += len(ready)
+        report.compiled = len(plans) - len(ready)
         report.seconds = time.monotonic() - start
         return report
     with _readable_errors(out):
@@ -186,14 +193,57 @@ def build(
                     records,
                     report,
                     families,
-                    certificate_directories,
+                    evidence,
+                    "" if report.failed else inputs.get(target.arch, ""),
                 )
-    report.spilled = sorted(s for s, record in records.items() if record["spills"])
+    report.spilled = sorted([*report.spilled, *(s for s, r in records.items() if r["spills"])])
+    report.packs = {arch: report.packs[arch] for arch in catalog.archs if arch in report.packs}
     report.seconds = time.monotonic() - start
     return report
 
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def _inputs(catalog: Catalog, arch: str, directory: Path, evidence: Sequence[Path]) -> str:
+    """Digest of everything that decides a pack's manifest: the catalog, the planning rules, the
+    device code's sources, the tools, and the certificates. Content only, no paths.
+    """
+    files = [
+        hashlib.sha256(path.read_bytes()).hexdigest()
+        for root in [*evidence, local_certificates(directory)]
+        for path in sorted((root / arch).glob("*.yaml"))
+    ]
+    parts = {
+        "format": keys.FORMAT,
+        "specplan": VERSION,
+        "arch": arch,
+        "catalog": catalog.digest,
+        "planning": dict(keys.planning_sources()),
+        "sources": {family: dict(keys.sources(family)) for family in catalog.problems},
+        "tools": dict(keys.tool_versions()),
+        "linker": link.linker_version(),
+        "host": keys.host_triple(),
+        "certificates": files,
+    }
+    return keys.digest(parts)
+
+
+def _is_current(directory: Path, inputs: str, report: Report) -> bool:
+    """Whether a pack is whole and was made from just these inputs; if so it is reported."""
+    try:
+        found = manifest.read(directory)
+    except manifest.ManifestError:
+        return False
+    if found.inputs != inputs or any(
+        manifest.check_object(directory, record) for record in found.objects.values()
+    ):
+        return False
+    report.packs[found.arch] = directory
+    report.planned += len(found.plans)
+    report.reused += len(found.plans)
+    report.spilled += [symbol for symbol, plan in found.plans.items() if plan.spills]
+    return True
 
 
 @contextmanager
@@ -272,7 +322,7 @@ def _compile(
         else:
             beside = out / "objects" / f".{digests[symbol]}.{os.getpid()}.o.tmp"
             todo.append(pool.Job(plan, beside, out / "logs" / f"{symbol}.log"))
-    report.reused = len(records)
+    report.reused += len(records)
     stop = threading.Event()
     workers = jobs or len(os.sched_getaffinity(0))
     done = 0
@@ -309,7 +359,8 @@ def _write_pack(
     records: Mapping[str, dict[str, Any]],
     report: Report,
     families: Sequence[str],
-    certificate_directories: Sequence[Path],
+    evidence: Sequence[Path],
+    inputs: str,
 ) -> None:
     """Link what changed and write the manifest of one arch."""
     directory = out / target.arch
@@ -389,6 +440,7 @@ def _write_pack(
         plans,
         {**(old.problems if old is not None and families else {}), **catalog.problems},
         (),
+        inputs,
     )
     entries = [entry for entry in target.cells if all(use.symbol in plans for use in entry[1])]
     if old is not None and families:
@@ -397,7 +449,7 @@ def _write_pack(
             for cell, group in old.cells()
             if cell.family not in families
         ]
-    new = stamp(bare, entries, [*certificate_directories, local_certificates(directory)])
+    new = stamp(bare, entries, [*evidence, local_certificates(directory)])
     text = manifest.dumps(new).encode()
     path = directory / manifest.NAME
     if not path.is_file() or path.read_bytes() != text:
@@ -408,24 +460,26 @@ def _write_pack(
 def stamp(
     bare: Manifest,
     entries: Iterable[Entry],
-    certificate_directories: Iterable[Path],
+    evidence: Iterable[Path],
 ) -> Manifest:
     """The manifest with its cell table, each cell marked certified where a certificate matches the
     bits.
     """
-    evidence = certificates.read_all(certificate_directories, bare.arch)
+    found = certificates.read_all(evidence, bare.arch)
     groups = manifest.group_cells(
-        (cell, uses, automatic, is_certified(cell, uses, bare, evidence))
+        (cell, uses, automatic, is_certified(cell, uses, bare, found))
         for cell, uses, automatic in entries
     )
     return replace(bare, groups=groups)
 
 
-def restamp(directory: Path, certificate_directories: Iterable[Path]) -> Manifest:
+def restamp(directory: Path, evidence: Iterable[Path]) -> Manifest:
     """Mark the cells of a built pack anew, after a certificate was added."""
     old = manifest.read(directory)
     entries = [(cell, group.uses, group.automatic) for cell, group in old.cells()]
-    new = stamp(old, entries, [*certificate_directories, local_certificates(directory)])
+    # What it was made from has changed by a certificate: the next build looks at everything again.
+    old = replace(old, inputs="")
+    new = stamp(old, entries, [*evidence, local_certificates(directory)])
     if new != old:
         manifest.write_atomically(directory / manifest.NAME, manifest.dumps(new).encode())
     return new

@@ -1,0 +1,474 @@
+"""Inputs of ``sparse_gqa_verify`` for tests, certification and benchmarks, and the checks of a
+cell.
+
+Every case poisons what must not be read (slots of K, V and block scales that no row selects are NaN
+where the format has one) and what must be overwritten: outputs and workspace are NaN before a call,
+and lie in larger buffers of NaN whose every element is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from specplan.kernels.case import Comparison
+from specplan.kernels.sparse_gqa_verify.reference import VScaleOrder, attention, interleave
+from specplan.kernels.sparse_gqa_verify.writer import to_fp8, to_nvfp4
+from specplan.plans.sparse_gqa_verify import GROUP_ROWS, workspace_words
+
+#: Relative L2 error against the reference in fp32. Where it comes from: the output is rounded to
+#: bf16 (relative RMS 2^-9 / sqrt(3) = 1.1e-3) and a gate rounds it again (1.6e-3 together); weights
+#: in bf16 add up to 1.2e-3, in fp16 1.5e-4. Measured on an H200 over 147 cases: 2.6e-3 with bf16
+#: caches, 9.3e-4 with FP8 and NVFP4, where most of what the reference rounds is rounded alike.
+RELATIVE_L2 = 4e-3
+#: Largest absolute error on outputs below 1: two steps of bf16 there (2^-7 each), for the two
+#: roundings.
+ABSOLUTE = 2**-6
+
+#: Caches of many requests share physical pages, as a prefix cache does, so that they stay small.
+MOST_TOKENS = 131072
+#: NaN around outputs and after the workspace, in elements.
+GUARD = 64
+
+#: A cell's caches may hold 300 MB.
+CELLS_A_GRAPH = 2
+
+RATIO = 4
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of one call; fields are named like those of the compiled function. Caches are ``[P,
+    Hk, T, D]`` views.
+    """
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    k_block_scales: torch.Tensor | None
+    v_block_scales: torch.Tensor | None
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
+    v_scale_order: VScaleOrder
+    block_table: torch.Tensor
+    selected_tokens: torch.Tensor
+    request_indices: torch.Tensor
+    valid_count: torch.Tensor | None
+    query_positions: torch.Tensor | None
+    output_gate: torch.Tensor | None
+    softmax_scale: float
+
+
+def random_lists(
+    requests: int,
+    tokens: int,
+    context: int,
+    width: int,
+    overlap: float,
+    generator: torch.Generator,
+    device: torch.device | str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(selected_tokens [N, W], query_positions [N])``: aligned groups of four, then the causal
+    tail, then -1.
+
+    Rows of a request share about ``overlap`` of their groups. Row j of a request stands at position
+    context - tokens + j.
+    """
+    rows = requests * tokens
+    budget = (width - RATIO + 1) // RATIO
+    position = context - tokens + torch.arange(tokens, device=device).repeat(requests)
+    visible = (position + 1) // RATIO
+    most = int(visible.max())
+    shared = torch.rand(requests, 1, most, generator=generator, device=device)
+    own = torch.rand(requests, tokens, most, generator=generator, device=device)
+    # A group's score moves a little from row to row, so the top of the lists overlap and their
+    # lower ends differ.
+    score = (shared + (1 - overlap) * 1.3 * own).reshape(rows, most)
+    order = torch.arange(most, device=device)
+    score = torch.where(order[None, :] < visible[:, None], score, -1.0)
+    best = score.topk(min(budget, most), dim=1)
+    group = torch.where(best.values >= 0, best.indices, -1)
+    count = torch.minimum(visible, torch.full_like(visible, group.shape[1]))
+    lists = torch.full((rows, width), -1, dtype=torch.int64, device=device)
+    step = torch.arange(RATIO, device=device)
+    expanded = torch.where(group[..., None] >= 0, group[..., None] * RATIO + step, -1)
+    lists[:, : group.shape[1] * RATIO] = expanded.flatten(1)
+    for i in range(RATIO - 1):
+        token = visible * RATIO + i
+        there = token <= position
+        place = count * RATIO + i
+        keep = lists.gather(1, place[:, None])[:, 0]
+        lists.scatter_(1, place[:, None], torch.where(there, token, keep)[:, None])
+    return lists.int(), position.int()
+
+
+def make_inputs(
+    geometry: Mapping[str, int],
+    requests: int,
+    tokens: int,
+    dtype: str,
+    device: torch.device | str,
+    *,
+    seed: int = 0,
+    context: int = 8192,
+    overlap: float = 0.9,
+    gated: bool = True,
+    order: VScaleOrder = VScaleOrder.LINEAR,
+    nhd: bool = False,
+    spare_pages: int = 3,
+    poison: bool = True,
+    counted: bool = False,
+) -> Inputs:
+    """Random inputs of a cell. Pages are scattered; slots that no row selects are poisoned."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    heads, kv_heads, dim = geometry["q_heads"], geometry["kv_heads"], geometry["head_dim"]
+    page, width = geometry["page_size"], geometry["selected"]
+    rows, columns = requests * tokens, -(-context // page)
+    pages = min(requests * columns, MOST_TOKENS // page) + spare_pages
+    lists, positions = random_lists(requests, tokens, context, width, overlap, generator, device)
+    places = torch.randperm(pages, generator=generator, device=device)
+    if requests * columns > pages - spare_pages:
+        own = torch.arange(requests * columns, device=device)
+        places = places[own % (pages - spare_pages)]
+    table = places[: requests * columns].view(requests, columns).int()
+    owner = torch.arange(requests, device=device).repeat_interleave(tokens).int()
+
+    used = torch.zeros(pages, page, dtype=torch.bool, device=device)
+    there = lists >= 0
+    where = lists.clamp(min=0).long()
+    physical = table.long()[owner.long()[:, None], where // page]
+    used[physical[there], (where % page)[there]] = True
+
+    def cache() -> torch.Tensor:
+        # K and V are halves of one allocation, so that the page stride is larger than a page.
+        shape = (pages, 2, page, kv_heads, dim) if nhd else (pages, 2, kv_heads, page, dim)
+        both = normal(*shape).to(torch.bfloat16)
+        return both.permute(0, 1, 3, 2, 4) if nhd else both
+
+    both = cache()
+    unused = ~used[:, None, None, :, None]
+    k_scales = v_scales = None
+    k_factor, v_factor = 1.0, 1.0
+    if dtype == "bf16":
+        if poison:
+            both.masked_fill_(unused, torch.nan)
+        k, v = both[:, 0], both[:, 1]
+    elif dtype == "fp8_e4m3":
+        k_factor, v_factor = 0.5, 0.75
+        layout = both.permute(0, 1, 3, 2, 4) if nhd else both
+        factor = torch.tensor([k_factor, v_factor], device=device)[None, :, None, None, None]
+        stored = to_fp8(layout.float() / factor)
+        if poison:
+            raw = stored.view(torch.uint8)
+            shown = unused.permute(0, 1, 3, 2, 4) if nhd else unused
+            raw.masked_fill_(shown, 0x7F)
+        stored = stored.permute(0, 1, 3, 2, 4) if nhd else stored
+        k, v = stored[:, 0], stored[:, 1]
+    else:
+        k_factor, v_factor = 0.01, 0.013
+        packed_k = to_nvfp4(both[:, 0], k_factor)
+        packed_v = to_nvfp4(both[:, 1], v_factor)
+        for packed in (packed_k, packed_v):
+            if poison:
+                packed.scales.view(torch.uint8).masked_fill_(unused[:, 0], 0x7F)
+                packed.data.masked_fill_(unused[:, 0], 0xFF)
+        v_scales = packed_v.scales
+        if order is VScaleOrder.INTERLEAVED:
+            v_scales = interleave(v_scales.view(torch.uint8)).view(torch.float8_e4m3fn)
+        k_scales = packed_k.scales
+        # One page holds K data, K scales, V data, V scales, as servers lay it out.
+        parts = [
+            packed_k.data.view(torch.uint8),
+            k_scales.view(torch.uint8),
+            packed_v.data.view(torch.uint8),
+            v_scales.view(torch.uint8),
+        ]
+        parts = [p.transpose(1, 2) if nhd else p for p in parts]
+        if nhd and order is VScaleOrder.INTERLEAVED:
+            parts[3] = v_scales.view(torch.uint8)  # an interleaved plane is compact for each head
+        flat = torch.cat([p.reshape(pages, -1) for p in parts], dim=1)
+        planes = []
+        first = 0
+        for index, p in enumerate(parts):
+            size = p[0].numel()
+            plane = flat[:, first : first + size].view(pages, *p.shape[1:])
+            swapped = nhd and not (index == 3 and order is VScaleOrder.INTERLEAVED)
+            planes.append(plane.transpose(1, 2) if swapped else plane)
+            first += size
+        k, v = planes[0], planes[2]
+        k_scales = planes[1].view(torch.float8_e4m3fn)
+        v_scales = planes[3].view(torch.float8_e4m3fn)
+    scalar = [torch.tensor([x], dtype=torch.float32, device=device) for x in (k_factor, v_factor)]
+    return Inputs(
+        q=normal(rows, heads, dim).to(torch.bfloat16),
+        k_cache=k,
+        v_cache=v,
+        k_block_scales=k_scales,
+        v_block_scales=v_scales,
+        k_scale=scalar[0],
+        v_scale=scalar[1],
+        v_scale_order=order,
+        block_table=table,
+        selected_tokens=lists,
+        request_indices=owner,
+        valid_count=(lists >= 0).sum(1).int() if counted else None,
+        query_positions=positions,
+        output_gate=(2 * normal(rows, heads, dim)).to(torch.bfloat16) if gated else None,
+        softmax_scale=dim**-0.5,
+    )
+
+
+def expected(inputs: Inputs, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The reference's output for the inputs of a call."""
+    return attention(
+        inputs.q,
+        inputs.k_cache,
+        inputs.v_cache,
+        inputs.block_table,
+        inputs.selected_tokens,
+        inputs.request_indices,
+        softmax_scale=inputs.softmax_scale,
+        k_block_scales=inputs.k_block_scales,
+        v_block_scales=inputs.v_block_scales,
+        k_scale=inputs.k_scale.item(),
+        v_scale=inputs.v_scale.item(),
+        v_scale_order=inputs.v_scale_order,
+        valid_count=inputs.valid_count,
+        query_positions=inputs.query_positions,
+        output_gate=inputs.output_gate,
+        dtype=dtype,
+    ).out
+
+
+def hardened(inputs: Inputs) -> Inputs:
+    """Dead and empty rows, invalid pages, a repeated token, a reversed list, and rows that stand
+    among those of another request.
+    """
+    lists = inputs.selected_tokens.clone()
+    owner = inputs.request_indices.clone()
+    table = inputs.block_table.clone()
+    rows = lists.shape[0]
+    lists[0] = lists[0].flip(0)
+    lists[rows // 3, 5] = lists[rows // 3, 9]
+    if rows > 2:
+        owner[1] = -1
+        lists[rows // 2] = -1
+    if rows > 4:
+        owner[rows - 1] = table.shape[0]
+        table[-1, 3] = -1
+        table[0, 2] = inputs.k_cache.shape[0]
+        first, second = rows // 4, 3 * rows // 4
+        swap = torch.tensor([second, first], device=owner.device)
+        owner[[first, second]] = owner[swap]
+        lists[[first, second]] = lists[swap]
+    return replace(
+        inputs,
+        selected_tokens=lists,
+        request_indices=owner,
+        block_table=table,
+        query_positions=None,
+    )
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a call must leave behind: its output, and its inputs as they were."""
+
+    out: torch.Tensor
+    inputs: tuple[torch.Tensor, ...]
+
+
+class GqaCase:
+    """One call (see :class:`specplan.kernels.case.Case`).
+
+    Parameters
+    ----------
+    hard
+        Whether the inputs go through :func:`hardened`.
+    options
+        Keywords of :func:`make_inputs`.
+    """
+
+    op = "sparse_gqa_verify"
+
+    def __init__(
+        self,
+        name: str,
+        geometry: Mapping[str, int],
+        requests: int,
+        tokens: int,
+        splits: int,
+        dtype: str,
+        device: torch.device | str,
+        *,
+        hard: bool = False,
+        **options: Any,
+    ) -> None:
+        self.name = name
+        self.geometry = dict(geometry)
+        self.requests, self.tokens, self.splits, self.dtype = requests, tokens, splits, dtype
+        self.device = torch.device(device)
+        self.hard = hard
+        self.options = options
+        self.inputs = self._draw(0)
+        rows, heads, dim = self.inputs.q.shape
+        self.buffer = torch.empty(
+            rows + 2, heads + 1, dim, dtype=torch.bfloat16, device=self.device
+        )
+        self.out = self.buffer[1:-1, :heads]
+        #: Enough for any grouping of the rows and any number of whole units.
+        self.words = max(
+            workspace_words(geometry, requests, tokens, group, splits, 0)
+            for group in range(1, min(tokens, GROUP_ROWS) + 1)
+        )
+        self.space = torch.empty(self.words + GUARD, device=self.device)
+        self.workspace = self.space[: self.words]
+        self._poison()
+
+    def _draw(self, seed: int) -> Inputs:
+        drawn = make_inputs(
+            self.geometry,
+            self.requests,
+            self.tokens,
+            self.dtype,
+            self.device,
+            seed=seed,
+            **self.options,
+        )
+        return hardened(drawn) if self.hard else drawn
+
+    def _poison(self) -> None:
+        self.buffer.fill_(torch.nan)
+        self.space.fill_(torch.nan)
+
+    def arguments(self) -> Mapping[str, Any]:
+        given = {
+            each.name: getattr(self.inputs, each.name)
+            for each in fields(Inputs)
+            if getattr(self.inputs, each.name) is not None
+        }
+        if self.dtype == "bf16":
+            del given["k_scale"], given["v_scale"]
+        given["v_scale_order"] = self.inputs.v_scale_order.value
+        if self.dtype != "nvfp4":
+            del given["v_scale_order"]
+        return {**given, "out": self.out, "workspace": self.workspace, "tokens": self.tokens}
+
+    def pick(self) -> Mapping[str, Any]:
+        sizes = {"requests": self.requests, "tokens": self.tokens, "splits": self.splits}
+        return {**self.geometry, **sizes, "dtype": self.dtype}
+
+    def refill(self, seed: int) -> None:
+        for mine, drawn in zip(
+            _storages(self.inputs), _storages(self._draw(seed % (1 << 62))), strict=True
+        ):
+            mine.copy_(drawn)
+        self._poison()
+
+    def snapshot(self) -> tuple[torch.Tensor, ...]:
+        return tuple(t.clone() for t in (*_storages(self.inputs), self.buffer, self.space))
+
+    def restore(self, snapshot: tuple[torch.Tensor, ...]) -> None:
+        mine = (*_storages(self.inputs), self.buffer, self.space)
+        for tensor, saved in zip(mine, snapshot, strict=True):
+            tensor.copy_(saved)
+
+    def expect(self) -> Expected:
+        return Expected(expected(self.inputs), tuple(t.clone() for t in _storages(self.inputs)))
+
+    def compare(self, expected: Expected) -> Iterator[Comparison]:
+        wanted = expected.out.float()
+        difference = self.out.float() - wanted
+        size = torch.linalg.vector_norm(wanted).clamp(min=1e-3)
+        relative = torch.linalg.vector_norm(difference) / size
+        yield Comparison("out", "relative L2 error", relative, RELATIVE_L2)
+        yield Comparison("out", "largest error", difference.abs().amax(), ABSOLUTE)
+        empty = (wanted == 0).flatten(1).all(1)
+        filled = (self.out.ne(0).flatten(1).any(1) & empty).sum()
+        yield Comparison("out", "rows that should be 0 and are not", filled, 0)
+        written = (~self.buffer[0].isnan()).sum() + (~self.buffer[-1].isnan()).sum()
+        written = written + (~self.buffer[:, -1].isnan()).sum()
+        yield Comparison("guards", "elements written", written, 0)
+        beyond = (~self.space[self.words :].isnan()).sum()
+        yield Comparison("after the workspace", "elements written", beyond, 0)
+        changed = torch.stack(
+            [(a != b).sum() for a, b in zip(_storages(self.inputs), expected.inputs, strict=True)]
+        )
+        yield Comparison("inputs", "bytes that differ", changed.sum(), 0)
+
+    def identical(self, snapshot: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        before = snapshot[-2].view(torch.int16)
+        return (self.buffer.view(torch.int16) != before).sum()
+
+
+def _storages(inputs: Inputs) -> tuple[torch.Tensor, ...]:
+    """The bytes of all tensors, each storage once."""
+    found: dict[int, torch.Tensor] = {}
+    for each in fields(Inputs):
+        tensor = getattr(inputs, each.name)
+        if isinstance(tensor, torch.Tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in found:
+                raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+                found[storage.data_ptr()] = raw.set_(storage)
+    return tuple(found.values())
+
+
+def checks(
+    geometry: Mapping[str, int],
+    requests: int,
+    tokens: int,
+    splits: int,
+    dtype: str,
+    device: torch.device | str,
+) -> Iterator[GqaCase]:
+    """The cases of a cell: rows as a server has them, and rows that try what a kernel may assume.
+
+    Caches are NHD in every other cell, and V scales are interleaved in the second case.
+    """
+    # Longer than the list, so that something is left out.
+    context = geometry["selected"] + 500
+
+    def case(name: str, **options: Any) -> GqaCase:
+        return GqaCase(
+            name, geometry, requests, tokens, splits, dtype, device, context=context, **options
+        )
+
+    yield case("as served", counted=True, nhd=bool((requests + tokens) % 2))
+    order = VScaleOrder.INTERLEAVED if dtype == "nvfp4" else VScaleOrder.LINEAR
+    yield case("hard", hard=True, order=order, overlap=0.5, gated=False)
+
+
+def declined(device: torch.device) -> Iterator[tuple[str, dict[str, Any], torch.Tensor]]:
+    """Calls that must be declined and write nothing: what is wrong, the arguments, and the storage
+    that must not change.
+    """
+    geometry = {"q_heads": 24, "kv_heads": 2, "head_dim": 256, "page_size": 32, "selected": 2051}
+
+    def changed(what: str, dtype: str, **changes: Any) -> tuple[str, dict[str, Any], torch.Tensor]:
+        case = GqaCase("declined", geometry, 2, 4, 1, dtype, device, context=2600)
+        arguments = dict(case.arguments())
+        for name, change in changes.items():
+            arguments[name] = change(arguments[name]) if callable(change) else change
+        return what, arguments, case.buffer.view(torch.int16)
+
+    for name in ("q", "out", "output_gate", "selected_tokens", "request_indices", "block_table"):
+        yield changed(f"{name} is float64", "bf16", **{name: lambda t: t.double()})
+        yield changed(f"{name} has a dimension more", "bf16", **{name: lambda t: t.unsqueeze(0)})
+    for name in ("selected_tokens", "request_indices", "output_gate"):
+        yield changed(f"{name} has a row less", "bf16", **{name: lambda t: t[:-1]})
+    yield changed("tokens do not divide the rows", "bf16", tokens=3)
+    yield changed("tokens is 0", "bf16", tokens=0)
+    yield changed("the caches differ in pages", "bf16", v_cache=lambda t: t[:-1])
+    yield changed("K is FP8 and V is not", "bf16", k_cache=lambda t: t.to(torch.float8_e4m3fn))
+    for name in ("k_scale", "v_scale"):
+        yield changed(f"{name} is missing", "fp8_e4m3", **{name: None})
+    for name in ("k_block_scales", "v_block_scales"):
+        yield changed(f"{name} is missing", "nvfp4", **{name: None})
+    yield changed("the scale order is unknown", "nvfp4", v_scale_order="sideways")

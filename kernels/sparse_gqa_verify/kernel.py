@@ -1,0 +1,1686 @@
+"""Device code of ``sparse_gqa_verify``: attention of verify rows over their chosen tokens in a
+paged K/V cache.
+
+``reference.py`` states the math; this file computes the same with bf16 or fp16 MMAs and fp32 sums.
+
+**Arguments** of the compiled function, positional; marks: [f] FP8 only, [n] NVFP4 only, [fn] both.
+
+====================  ==================  ========================================================
+q                     bf16 [N, Hq, 256]   last stride 1, others multiples of 8
+k_cache, v_cache      [P, Hk, T, 256]     bf16, or float8_e4m3fn [f]; uint8 [P, Hk, T, 128] [n].
+                                          Views: last stride 1, others multiples of 16 bytes
+                                          (NHD: ``permute(0, 2, 1, 3)``)
+k_block_scales,       [P, Hk, T, 16]      [n] float8_e4m3fn; last stride 1, others multiples of 16
+v_block_scales
+k_scale, v_scale      fp32 [1]            [fn] dequantization factors
+block_table           int32 [B, C]        any strides
+selected_tokens       int32 [N, W]        any strides
+request_indices       int32 [N]           any stride
+valid_count           int32 [N]           any int32 [N] tensor if unused
+query_positions       int32 [N]           any int32 [N] tensor if unused
+output_gate           bf16 [N, Hq, 256]   like q; any such tensor if unused
+out                   bf16 [N, Hq, 256]   like q
+workspace             fp32 [words]        16-byte aligned; unused if splits is 1
+softmax_scale         float
+use_valid_count       0 or 1
+use_query_positions   0 or 1
+use_output_gate       0 or 1
+v_interleaved         0 or 1              [n] ``VScaleOrder``
+tokens, group_rows,   the plan's launch   ``plans/sparse_gqa_verify.py``
+splits, whole_units
+====================  ==================  ========================================================
+
+**A wrapper still checks** that N is a multiple of ``tokens`` (the plan's requests x tokens); that
+Hq is a multiple of Hk and matches the plan's ``m_tiles``: ``ceil(group_rows * Hq / Hk / 16)``; that
+the workspace holds
+``plans.sparse_gqa_verify.workspace_words``; that T is at most 65535 and a multiple of 4, and equal
+for scales and data; that an interleaved V scale plane has token stride 16; that ``out`` overlaps no
+input; and that W times ``splits`` is below 2^31.
+
+**Work.** A CTA takes one K/V head of a group of rows, or a split of it. It fills a *window* with
+what the rows attend, then walks it in tiles of 64 tokens: 128 threads, two CTAs an SM. In a group
+of several rows of one request the window is the union of their lists in blocks of four tokens,
+found through a bitmap of blocks in shared memory, and an entry says which rows list which token. In
+any other case (one row; rows of several requests; lists longer than 2176; more than 262144
+positions) rows are done one after another. So are the rows of a union in which a list repeats a
+token, or that meets a V which is not finite (0 * NaN must not reach a row that does not list it). A
+list's order does not matter to a union, and no result depends on the order of threads: runs repeat
+bit for bit.
+
+**Numbers.** bf16 caches: bf16 MMAs. FP8 and NVFP4 decode exactly to fp16 (e2m1 times its block
+scale is exact there); Q goes to fp16 scaled by a power of two for each row, exact down to 2^-28 of
+the row's largest magnitude; the global scales and these powers of two multiply the fp32 scores and
+sums. Softmax is online in fp32. Split results are fp32 sums before division, with their maximum in
+log2 units and total, merged in the order of the splits by a second kernel of the same call.
+
+The gate multiplies the rounded output by a sigmoid that repeats CUDA's ``expf`` and a correctly
+rounded reciprocal, so that a fused gate equals ``(out.float() *
+torch.sigmoid(gate.float())).to(bf16)`` bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Numeric, Uint8, cute
+from specplan.kernels import fakes
+from specplan.kernels.sparse_gqa_verify import ptx
+from specplan.plans.plan import Plan
+from specplan.plans.sparse_gqa_verify import (
+    GROUP_ROWS,
+    HEAD_DIM,
+    MAX_SPLITS,
+    RESIDENT,
+    UNION_LIST,
+    UNION_TOKENS,
+)
+
+WARPS = 4
+THREADS = 32 * WARPS
+#: Tokens of a tile: a warp scores 16 of them, and takes a quarter of the head dimension of all of
+#: them.
+TILE = 16 * WARPS
+#: Entries of a window, so many for each thread.
+PER_WINDOW = 9
+WINDOW = PER_WINDOW * THREADS
+#: Entries of a lone row that a thread looks up before anything else is known.
+EARLY = 4
+#: List entries that a thread handles together, and how many such parts a row's list has.
+PER_PART = 9
+PARTS = -(-UNION_LIST // (PER_PART * THREADS))
+#: Words of the block bitmap: one bit for every four tokens.
+BITMAP_WORDS = UNION_TOKENS // 4 // 32
+SLICE = HEAD_DIM // WARPS
+#: Bytes of a row of staged and of partial results: fp32 sums, then four words, of which partial
+#: rows use two.
+STAGED_ROW = HEAD_DIM * 4 + 16
+PARTIAL_ROW = HEAD_DIM * 4 + 16
+LOG2_E = 1.4426950408889634
+NO_LIMIT = 2**31 - 1
+#: Copies that a thread prepares together: reads of the window cannot pass a copy to shared memory.
+FETCH_BATCH = 8
+#: Partial results that a thread of the merge has in flight: 33 splits, the most the rule takes, are
+#: two batches.
+MERGE_BATCH = 17
+MERGE_THREADS = HEAD_DIM
+
+DIRECT, UNION, FILTERED = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is fixed at compile time."""
+
+    dtype: str
+    m_tiles: int
+    native_e2m1: bool
+
+    @property
+    def row_bytes(self) -> int:
+        return {"bf16": 2 * HEAD_DIM, "fp8_e4m3": HEAD_DIM, "nvfp4": HEAD_DIM // 2}[self.dtype]
+
+    @property
+    def stages(self) -> int:
+        return {"bf16": 1, "fp8_e4m3": 2, "nvfp4": 3}[self.dtype]
+
+    @property
+    def f16(self) -> bool:
+        return self.dtype != "bf16"
+
+    @property
+    def m_rows(self) -> int:
+        return 16 * self.m_tiles
+
+    @property
+    def e2m1_exponent(self) -> int:
+        """Decoded K and V are this many powers of two below their value (integer decode: 14, less 7
+        in the scale).
+        """
+        return 7 if self.dtype == "nvfp4" and not self.native_e2m1 else 0
+
+    # Shared memory, in bytes from its start.
+    @property
+    def p_at(self) -> int:
+        return self.m_tiles * 16 * 512
+
+    @property
+    def window_at(self) -> int:
+        return self.p_at + self.m_tiles * TILE * 32
+
+    @property
+    def reduce_at(self) -> int:
+        return self.window_at + WINDOW * 8
+
+    @property
+    def misc_at(self) -> int:
+        return self.reduce_at + WARPS * self.m_rows * 4
+
+    @property
+    def planes_at(self) -> int:
+        return self.misc_at + 128
+
+    @property
+    def share_at(self) -> int:
+        return self.planes_at + 128
+
+    @property
+    def row_scales_at(self) -> int:
+        return self.share_at + 64
+
+    @property
+    def ring_at(self) -> int:
+        return self.row_scales_at + 4 * (self.m_rows if self.f16 else 16)
+
+    @property
+    def v_at(self) -> int:
+        return self.ring_at + self.stages * TILE * self.row_bytes
+
+    @property
+    def k_scales_at(self) -> int:
+        return self.v_at + self.stages * TILE * self.row_bytes
+
+    @property
+    def v_scales_at(self) -> int:
+        return self.k_scales_at + (self.stages * TILE * 16 if self.dtype == "nvfp4" else 0)
+
+    @property
+    def smem_bytes(self) -> int:
+        scales = self.stages * WARPS * TILE * 16 if self.dtype == "nvfp4" else 0
+        lists = self.lists_at + ((GROUP_ROWS - 1) * UNION_LIST + PARTS * PER_PART * THREADS) * 4
+        return max(self.v_scales_at + scales, lists, self.ring_at + self.m_rows * STAGED_ROW)
+
+    # The union is built where the ring lies later: bitmap, prefix counts, staged lists.
+    @property
+    def prefix_at(self) -> int:
+        return self.ring_at + BITMAP_WORDS * 4
+
+    @property
+    def lists_at(self) -> int:
+        return self.prefix_at + BITMAP_WORDS * 4
+
+
+class _Cta(NamedTuple):
+    """One CTA's share of the work."""
+
+    smem: Int32
+    thread: Int32
+    warp: Int32
+    lane: Int32
+    row0: Int32
+    rows: Int32
+    kv_head: Int32
+    group: Int32
+    group_reciprocal: Int32
+    split: Int32
+    splits: Int32
+    lists: cute.Tensor
+    table: cute.Tensor
+    page_size: Int32
+    page_reciprocal: Int32
+    pages: Int32
+    interleaved: Int32
+
+
+def _save(cta: _Cta, form: Form) -> None:
+    """Keeps in shared memory what the tile loop does not need, so that it takes no registers
+    there.
+    """
+    at = cta.smem + form.share_at
+    ptx.store_shared4(at, (cta.row0, cta.rows, cta.kv_head, cta.split))
+    ptx.store_shared4(at + 16, (cta.splits, cta.group, cta.group_reciprocal, cta.page_reciprocal))
+
+
+def _restore(cta: _Cta, form: Form) -> _Cta:
+    """What ``_save`` kept. Thread numbers come back opaque: the compiler would otherwise compute
+    what follows from them alone before all loops, and keep some hundred values in registers.
+    """
+    at = cta.smem + form.share_at
+    row0, rows, kv_head, split = ptx.load_shared4(at)
+    splits, group, group_reciprocal, page_reciprocal = ptx.load_shared4(at + 16)
+    return cta._replace(
+        thread=ptx.opaque(cta.thread),
+        warp=ptx.opaque(cta.warp),
+        lane=ptx.opaque(cta.lane),
+        row0=row0,
+        rows=rows,
+        kv_head=kv_head,
+        split=split,
+        splits=splits,
+        group=group,
+        group_reciprocal=group_reciprocal,
+        page_reciprocal=page_reciprocal,
+    )
+
+
+class _Plane(NamedTuple):
+    """How the copies address a cache plane of this CTA's head, in bytes: base, page stride, token
+    stride.
+
+    It is kept in shared memory: in registers these values would be alive through the whole tile
+    loop.
+    """
+
+    base: Int64
+    page: Int64
+    token: Int32
+
+
+# ----- the kernel: load the queries, then for each pass fill a window and walk its tiles, then stor
+
+
+@cute.kernel
+def _attend(
+    q: cute.Tensor,
+    k_cache: cute.Tensor,
+    v_cache: cute.Tensor,
+    k_block_scales: cute.Tensor,
+    v_block_scales: cute.Tensor,
+    k_scale: cute.Tensor,
+    v_scale: cute.Tensor,
+    block_table: cute.Tensor,
+    selected_tokens: cute.Tensor,
+    request_indices: cute.Tensor,
+    valid_count: cute.Tensor,
+    query_positions: cute.Tensor,
+    output_gate: cute.Tensor,
+    out: cute.Tensor,
+    workspace: cute.Tensor,
+    softmax_scale: Float32,
+    use_valid_count: Int32,
+    use_query_positions: Int32,
+    use_output_gate: Int32,
+    v_interleaved: Int32,
+    tokens: Int32,
+    group_rows: Int32,
+    splits: Int32,
+    whole_units: Int32,
+    form: cutlass.Constexpr,
+) -> None:
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    smem = cute.arch.get_dyn_smem(Uint8, alignment=128).toint()
+    kv_heads = Int32(k_cache.shape[1])
+    group = Int32(q.shape[1]) // kv_heads
+    subgroups = (tokens + group_rows - 1) // group_rows
+
+    tail = block - whole_units
+    unit = block
+    split = Int32(0)
+    count = Int32(1)
+    if tail >= 0:
+        unit = whole_units + tail // splits
+        split = tail % splits
+        count = splits
+    kv_head = unit % kv_heads
+    verify = unit // kv_heads
+    request = verify // subgroups
+    within = (verify % subgroups) * group_rows
+    row0 = request * tokens + within
+    rows = cutlass.min(group_rows, tokens - within)
+    cta = _Cta(
+        smem=smem,
+        thread=thread,
+        warp=thread >> 5,
+        lane=thread & 31,
+        row0=row0,
+        rows=rows,
+        kv_head=kv_head,
+        group=group,
+        group_reciprocal=Int32(65536) // group + 1,
+        split=split,
+        splits=count,
+        lists=selected_tokens,
+        table=block_table,
+        page_size=Int32(k_cache.shape[2]),
+        # floor((2^32 - 1) / page_size): a quotient from its high product is right or one short.
+        page_reciprocal=ptx.divide_unsigned(Int32(-1), Int32(k_cache.shape[2])),
+        pages=Int32(k_cache.shape[0]),
+        interleaved=v_interleaved,
+    )
+    if thread == 0:
+        _save(cta, form)
+        planes = (k_cache, v_cache, k_block_scales, v_block_scales)
+        for i in cutlass.range_constexpr(4 if form.dtype == "nvfp4" else 2):
+            size = 2 if cutlass.const_expr(form.dtype == "bf16") else 1
+            base = planes[i].iterator.toint() + Int64(kv_head) * Int64(planes[i].stride[1]) * size
+            at = smem + form.planes_at + 32 * i
+            ptx.store_shared_wide(at, base, Int64(planes[i].stride[0]) * size)
+            ptx.store_shared(at + 16, Int32(Int64(planes[i].stride[2]) * size))
+
+    cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
+
+    # Row r of the group stands in three words: its request or -1, its entries, its last position.
+    info = smem + form.misc_at
+    width = Int32(selected_tokens.shape[1])
+    row = row0 + cutlass.min(thread & 3, rows - 1)
+    owner = ptx.load_global(_word_address(request_indices, row))
+    listed = ptx.load_global_if(_word_address(valid_count, row), use_valid_count != 0, NO_LIMIT)
+    limit = ptx.load_global_if(
+        _word_address(query_positions, row), use_query_positions != 0, NO_LIMIT
+    )
+    # The list is fetched before its request is known: what a lone row's first entries need hangs on
+    # one chain of loads, list to table to page, and everything else runs beside it.
+    early = group_rows == 1
+    ahead = [Int32(-1)] * EARLY
+    if early:
+        listed = cutlass.max(cutlass.min(listed, width), 0)
+        first, last = _share(cta, listed)
+        source = _list_address(cta, Int32(0))
+        entry = Int64(selected_tokens.stride[1]) * 4
+        for u in cutlass.range_constexpr(EARLY):
+            place = first + u * THREADS + thread
+            ahead[u] = ptx.load_global_if(source + Int64(place) * entry, place < last, -1)
+    elif width <= UNION_LIST:
+        _stage_lists(cta, form)
+    words = _fetch_queries(cta, q, form)
+    score_scale = softmax_scale * Float32(LOG2_E * 2.0**form.e2m1_exponent)
+    value_scale = Float32(2.0**form.e2m1_exponent)
+    if cutlass.const_expr(form.f16):
+        score_scale = score_scale * ptx.load_global_float(k_scale.iterator.toint())
+        value_scale = value_scale * ptx.load_global_float(v_scale.iterator.toint())
+    live = (owner >= 0) & (owner < Int32(block_table.shape[0]))
+    if early:
+        found = [
+            _page_of(cta, owner, token, live & (token >= 0) & (token <= limit)) for token in ahead
+        ]
+        for u in cutlass.range_constexpr(EARLY):
+            page, slot, valid = found[u]
+            ptx.store_shared2(
+                smem + form.window_at + (u * THREADS + thread) * 8,
+                ptx.choose(valid, page, Int32(0)),
+                ptx.choose(valid, (slot << 16) | 1, Int32(0)),
+            )
+    if thread == 0:
+        ptx.store_shared(smem + form.share_at + 32, tail)
+        ptx.store_shared_float(smem + form.share_at + 36, value_scale)
+    if thread < GROUP_ROWS:
+        live = live & (thread < rows)
+        listed = cutlass.max(cutlass.min(listed, width), 0)
+        ptx.store_shared4(
+            info + thread * 16,
+            (
+                ptx.choose(live, owner, Int32(-1)),
+                ptx.choose(live, listed, Int32(0)),
+                limit,
+                Int32(0),
+            ),
+        )
+    _place_queries(cta, words, score_scale, form)
+    ptx.barrier()
+
+    late = smem + form.share_at + 32
+    owners = [ptx.load_shared(info + 16 * r) for r in range(GROUP_ROWS)]
+    base = owners[0]
+    for r in cutlass.range_constexpr(1, GROUP_ROWS):
+        base = cutlass.max(base, owners[r])
+    same = Int32(1)
+    for r in cutlass.range_constexpr(GROUP_ROWS):
+        same = same & Int32((owners[r] == base) | (owners[r] < 0))
+    unite = (
+        (rows > 1)
+        & (same != 0)
+        & (Int32(selected_tokens.shape[1]) <= UNION_LIST)
+        & (Int32(block_table.shape[1]) <= Int32(UNION_TOKENS) // cta.page_size)
+        & ((cta.page_size & 3) == 0)
+    )
+
+    lane_row = cta.lane >> 2
+    # Four bits for each of this lane's rows: the row's bit of an entry's membership, or none.
+    row_bits = Int32(0)
+    for i in cutlass.range_constexpr(2 * form.m_tiles):
+        m = lane_row + 8 * i
+        bit = ptx.choose(m < rows * group, Int32(1) << _row_of(cta, m), Int32(0))
+        row_bits = row_bits | (bit << (4 * i))
+
+    acc = cute.make_rmem_tensor((32 * form.m_tiles,), Float32)
+    top = cute.make_rmem_tensor((2 * form.m_tiles,), Float32)
+    total = cute.make_rmem_tensor((2 * form.m_tiles,), Float32)
+    mode = ptx.choose(unite, Int32(UNION), Int32(DIRECT))
+    passes = ptx.choose(unite, Int32(1), rows)
+    done = Int32(0)
+    while done < passes:
+        for i in cutlass.range_constexpr(32 * form.m_tiles):
+            acc[i] = Float32(0.0)
+        for i in cutlass.range_constexpr(2 * form.m_tiles):
+            top[i] = Float32(float("-inf"))
+            total[i] = Float32(0.0)
+        window = Int32(0)
+        more = Int32(1)
+        failed = Int32(0)
+        while more != 0:
+            entries, left, repeated = _fill(cta, mode, done, window, group_rows == 1, form)
+            shift = ptx.choose(mode == UNION, Int32(2), Int32(0))
+            _walk(cta, entries, shift, row_bits, acc, top, total, form)
+            failed = failed | repeated
+            more = left
+            window += 1
+        if mode == UNION:
+            # A union feeds every row's V to the MMAs of all rows with weight 0. Where such a V is
+            # not finite, or where a list repeats a token, each row is done again alone.
+            odd = Float32(0.0)
+            for i in cutlass.range_constexpr(32 * form.m_tiles):
+                odd = odd + acc[i] * Float32(0.0)
+            failed = ptx.any_thread((odd != odd) | (failed != 0))
+        if failed != 0:
+            mode = Int32(FILTERED)
+            passes = rows
+        else:
+            chosen = ptx.choose(mode == UNION, Int32(-1), Int32(1) << done)
+            tail = ptx.load_shared(late)
+            _stage(cta, ptx.load_shared_float(late + 4), acc, top, total, form)
+            if (tail < 0) | (splits == 1):
+                _store_rows(cta, out, output_gate, use_output_gate, chosen, form)
+            else:
+                _store_partial(cta, workspace, tail, group_rows, chosen, form)
+            done += 1
+
+
+# ----- queries: global memory to MMA fragments in shared memory -----------------------------------
+
+
+def _first_dim(form: Form, warp: Int32, quad: Int32, pair: int) -> Int32:
+    """First of the eight dims that lane ``quad`` of a quad feeds to MMA steps 2 p and 2 p + 1, p =
+    2 warp + pair.
+
+    A step contracts 16 dims in any order, if K and Q agree. This order makes what a lane needs of a
+    K row 16 contiguous bytes in every format.
+    """
+    if form.dtype == "bf16":
+        return (warp * 2 + pair) * 32 + 8 * quad
+    if form.dtype == "fp8_e4m3":
+        return warp * 64 + pair * 8 + 16 * quad
+    return (warp >> 1) * 128 + (warp & 1) * 16 + pair * 8 + 32 * quad
+
+
+def _row_of(cta: _Cta, m: Int32) -> Int32:
+    """``m // group``, exact for the few rows there are."""
+    return (m * cta.group_reciprocal) >> 16
+
+
+def _fetch_queries(cta: _Cta, q: cute.Tensor, form: Form) -> Any:
+    """What this lane's fragments of steps 4 warp .. 4 warp + 3 hold: twice eight dims of each of
+    its rows.
+    """
+    words = cute.make_rmem_tensor((form.m_tiles * 16,), Int32)
+    for i in range(2 * form.m_tiles):
+        m = (cta.lane >> 2) + 8 * i
+        row = _row_of(cta, m)
+        q_head = cta.kv_head * cta.group + (m - row * cta.group)
+        for pair in range(2):
+            dim = _first_dim(form, cta.warp, cta.lane & 3, pair)
+            address = _row_address(q, cta.row0 + row, q_head, dim)
+            four = ptx.load_global4_if(address, m < cta.rows * cta.group)
+            for j in range(4):
+                words[8 * i + 4 * pair + j] = four[j]
+    return words
+
+
+@cute.jit
+def _place_queries(
+    cta: _Cta,
+    words: Any,
+    score_scale: Float32,
+    form: cutlass.Constexpr,
+) -> None:
+    """Q to fragments in shared memory. In fp16 each row is scaled by a power of two, which is
+    exact.
+    """
+    if cutlass.const_expr(form.f16):
+        reduce = cta.smem + form.reduce_at
+        mine = reduce + (cta.lane >> 2) * 16 + cta.warp * 4
+        for i in cutlass.range_constexpr(2 * form.m_tiles):
+            largest = Int32(0)
+            for j in cutlass.range_constexpr(8):
+                word = words[i * 8 + j]
+                largest = cutlass.max(largest, word & 0x7FFF)
+                largest = cutlass.max(largest, ptx.shift_right(word, 16) & 0x7FFF)
+            largest = cutlass.max(largest, ptx.shuffle_xor(largest, 1))
+            largest = cutlass.max(largest, ptx.shuffle_xor(largest, 2))
+            ptx.store_shared(mine, largest, 128 * i)
+        ptx.barrier()
+        for i in cutlass.range_constexpr(2 * form.m_tiles):
+            four = ptx.load_shared4(reduce + (cta.lane >> 2) * 16, 128 * i)
+            largest = cutlass.max(cutlass.max(four[0], four[1]), cutlass.max(four[2], four[3]))
+            # The largest magnitude moves to [16, 32). Rows with Inf or NaN stay as they are.
+            exponent = cutlass.max(largest >> 7, 8)
+            exponent = ptx.choose(largest >= 0x7F80, Int32(131), exponent)
+            factor = ptx.float_of_bits((258 - exponent) << 23)
+            inverse = ptx.float_of_bits((exponent - 4) << 23)
+            row_scale = cta.smem + form.row_scales_at + ((cta.lane >> 2) + 8 * i) * 4
+            if cta.warp == 0:
+                ptx.store_shared_float(row_scale, score_scale * inverse)
+            for j in cutlass.range_constexpr(8):
+                low, high = ptx.unpack_bf16(words[i * 8 + j])
+                words[i * 8 + j] = ptx.pack_f16(low * factor, high * factor)
+    elif cta.thread == 0:
+        ptx.store_shared_float(cta.smem + form.row_scales_at, score_scale)
+
+    base = cta.smem + cta.warp * (4 * 512) + cta.lane * 16
+    for tile in cutlass.range_constexpr(form.m_tiles):
+        for pair in cutlass.range_constexpr(2):
+            upper = [words[16 * tile + 4 * pair + i] for i in range(4)]
+            lower = [words[16 * tile + 8 + 4 * pair + i] for i in range(4)]
+            if cutlass.const_expr(form.dtype == "nvfp4" and not form.native_e2m1):
+                upper, lower = _evens_first(upper), _evens_first(lower)
+            for step in cutlass.range_constexpr(2):
+                ptx.store_shared4(
+                    base,
+                    (upper[2 * step], lower[2 * step], upper[2 * step + 1], lower[2 * step + 1]),
+                    (tile * 16 + 2 * pair + step) * 512,
+                )
+
+
+def _evens_first(words: list[Int32]) -> list[Int32]:
+    """Eight halves d0 .. d7 as (d0,d2) (d4,d6) (d1,d3) (d5,d7), the order that the integer e2m1
+    decode produces.
+    """
+    a, b, c, d = words
+    return [
+        ptx.permute(a, b, 0x5410),
+        ptx.permute(c, d, 0x5410),
+        ptx.permute(a, b, 0x7632),
+        ptx.permute(c, d, 0x7632),
+    ]
+
+
+# ----- the window: which tokens this CTA attends, and for which rows ------------------------------
+#
+# An entry is two words: the physical page, and slot << 16 | membership. In a union an entry is four
+# consecutive tokens, and bit 4 i + r says that row r lists token i of it. Otherwise an entry is one
+# token, and bit r says that it is row r's.
+
+
+@cute.jit
+def _fill(
+    cta: _Cta,
+    mode: Int32,
+    row: Int32,
+    window: Int32,
+    early: Any,
+    form: cutlass.Constexpr,
+) -> tuple[Int32, Int32, Int32]:
+    """``(entries, windows are left, a list repeats a token)``. Ends with a barrier."""
+    entries = Int32(0)
+    left = Int32(0)
+    cta = _restore(cta, form)
+    repeated = Int32(0)
+    first = Int32(0)
+    low = Int32(0)
+    high = Int32(0)
+    ptx.wait(0)
+    ptx.barrier()
+    if mode == DIRECT:
+        listed = ptx.load_shared(cta.smem + form.misc_at + row * 16 + 4)
+        first, last = _share(cta, listed)
+        first = first + window * WINDOW
+        entries = cutlass.min(last - first, WINDOW)
+        left = Int32(last - first > WINDOW)
+    else:
+        if (window > 0) | (mode == FILTERED):
+            _stage_lists(cta, form)
+        blocks = _mark_blocks(cta, form)
+        low, high = _share(cta, blocks)
+        if mode == UNION:
+            low = low + window * WINDOW
+            entries = cutlass.min(high - low, WINDOW)
+            left = Int32(high - low > WINDOW)
+            repeated = _fill_union(cta, low, entries, form)
+        else:
+            listed = ptx.load_shared(cta.smem + form.misc_at + row * 16 + 4)
+            first = window * WINDOW
+            entries = cutlass.min(listed - first, WINDOW)
+            left = Int32(listed - first > WINDOW)
+    if mode != UNION:
+        # The first entries of a lone row are there already.
+        begin = ptx.choose(early & (window == 0), Int32(EARLY * THREADS), Int32(0))
+        _fill_listed(cta, row, first, entries, begin, mode == FILTERED, low, high, form)
+        ptx.barrier()
+    return entries, left, repeated
+
+
+def _word_address(vector: cute.Tensor, index: Int32) -> Int64:
+    return vector.iterator.toint() + Int64(index) * Int64(vector.stride[0]) * 4
+
+
+def _share(cta: _Cta, count: Int32) -> tuple[Int32, Int32]:
+    """This split's part of ``count`` items."""
+    return count * cta.split // cta.splits, count * (cta.split + 1) // cta.splits
+
+
+def _list_address(cta: _Cta, row: Int32) -> Int64:
+    return cta.lists.iterator.toint() + Int64(cta.row0 + row) * Int64(cta.lists.stride[0]) * 4
+
+
+def _page_of(cta: _Cta, owner: Int32, token: Int32, exists: Any) -> tuple[Int32, Int32, Any]:
+    """``(page, slot, valid)`` of a logical token of request ``owner``."""
+    column = ptx.multiply_high(token, cta.page_reciprocal)
+    slot = token - column * cta.page_size
+    short = slot >= cta.page_size
+    column = column + Int32(short)
+    slot = slot - ptx.choose(short, cta.page_size, Int32(0))
+    inside = exists & (column < Int32(cta.table.shape[1]))
+    address = (
+        cta.table.iterator.toint()
+        + (Int64(owner) * Int64(cta.table.stride[0]) + Int64(column) * Int64(cta.table.stride[1]))
+        * 4
+    )
+    page = ptx.load_global_if(address, inside, -1)
+    return page, slot, (page >= 0) & (page < cta.pages)
+
+
+@cute.jit
+def _fill_listed(
+    cta: _Cta,
+    row: Int32,
+    first: Int32,
+    entries: Int32,
+    begin: Int32,
+    filtered: Any,
+    low: Int32,
+    high: Int32,
+    form: cutlass.Constexpr,
+) -> None:
+    """Entries ``first ..`` of a row's list; if filtered, those alone whose block's rank is in low
+    .. high - 1.
+    """
+    info = cta.smem + form.misc_at + row * 16
+    owner = ptx.load_shared(info)
+    limit = ptx.load_shared(info + 8)
+    source = _list_address(cta, row)
+    entry = Int64(cta.lists.stride[1]) * 4
+    padded = (entries + TILE - 1) // TILE * TILE
+    if begin < padded:
+        places = [begin + u * THREADS + cta.thread for u in range(PER_WINDOW)]
+        tokens = [
+            ptx.load_global_if(source + Int64(first + i) * entry, i < entries, -1) for i in places
+        ]
+        found = []
+        for token in tokens:
+            exists = (token >= 0) & (token <= limit)
+            within = exists & (token < UNION_TOKENS)
+            rank = _rank(cta, ptx.choose(within, token >> 2, Int32(0)), form)
+            exists = exists & (~filtered | (within & (rank >= low) & (rank < high)))
+            found.append(_page_of(cta, owner, token, exists))
+        for u in cutlass.range_constexpr(PER_WINDOW):
+            page, slot, valid = found[u]
+            ptx.store_shared2_if(
+                cta.smem + form.window_at + places[u] * 8,
+                ptx.choose(valid, page, Int32(0)),
+                ptx.choose(valid, (slot << 16) | (Int32(1) << row), Int32(0)),
+                places[u] < WINDOW,
+            )
+
+
+def _rank(cta: _Cta, block: Int32, form: Form) -> Int32:
+    """How many marked blocks lie below ``block``."""
+    word = (block >> 5) * 4
+    bits = ptx.load_shared(cta.smem + form.ring_at + word)
+    below = ptx.load_shared(cta.smem + form.prefix_at + word)
+    return below + ptx.population(bits & ((Int32(1) << (block & 31)) - 1))
+
+
+@cute.jit
+def _stage_lists(cta: _Cta, form: cutlass.Constexpr) -> None:
+    """Starts copying the rows' lists to shared memory; a thread reads back only what it copied."""
+    for row in cutlass.range(cta.rows, unroll=1):
+        source = _list_address(cta, row)
+        for turn in cutlass.range(PARTS * PER_PART, unroll=3):
+            place = turn * THREADS + cta.thread
+            inside = place < Int32(cta.lists.shape[1])
+            entry = Int64(place) * Int64(cta.lists.stride[1]) * 4
+            target = cta.smem + form.lists_at + (row * UNION_LIST + place) * 4
+            ptx.copy4_if(target, source + entry, inside)
+    ptx.commit()
+
+
+def _staged_tokens(cta: _Cta, row: Int32, part: Int32, form: Form) -> list[Int32]:
+    """This thread's entries of a part of a row's staged list, -1 where there is none."""
+    _, listed, limit, _ = ptx.load_shared4(cta.smem + row * 16, form.misc_at)
+    first = part * (PER_PART * THREADS) + cta.thread
+    base = cta.smem + (row * UNION_LIST + first) * 4
+    turns = range(PER_PART)
+    tokens = [ptx.load_shared(base, form.lists_at + turn * THREADS * 4) for turn in turns]
+    limit = cutlass.min(limit, UNION_TOKENS - 1)
+    return [
+        ptx.choose(
+            (first + turn * THREADS < listed) & (tokens[turn] >= 0) & (tokens[turn] <= limit),
+            tokens[turn],
+            Int32(-1),
+        )
+        for turn in turns
+    ]
+
+
+@cute.jit
+def _mark_blocks(cta: _Cta, form: cutlass.Constexpr) -> Int32:
+    """Marks the four-token blocks that any row lists, counts them below each word, and clears the
+    window.
+    """
+    zero = Int32(0)
+    for i in cutlass.range_constexpr(BITMAP_WORDS // 4 // THREADS):
+        at = cta.smem + form.ring_at + (i * THREADS + cta.thread) * 16
+        ptx.store_shared4(at, (zero, zero, zero, zero))
+    for i in cutlass.range_constexpr(PER_WINDOW):
+        ptx.store_shared2(cta.smem + form.window_at + (i * THREADS + cta.thread) * 8, zero, zero)
+    scratch = cta.smem + form.misc_at + 64
+    if cta.thread == 0:
+        ptx.store_shared(scratch + 32, zero)
+    ptx.wait(0)
+    ptx.barrier()
+
+    for index in cutlass.range(cta.rows * PARTS, unroll=1):
+        staged = _staged_tokens(cta, index // PARTS, index % PARTS, form)
+        blocks_of = [token >> 2 for token in staged]
+        # Lists are runs of four: one lane of a run marks its block.
+        before = [ptx.shuffle_up(block, 1) for block in blocks_of]
+        for turn in cutlass.range_constexpr(PER_PART):
+            block = blocks_of[turn]
+            ptx.or_shared(
+                cta.smem + form.ring_at + ((block >> 5) & (BITMAP_WORDS - 1)) * 4,
+                Int32(1) << (block & 31),
+                (block >= 0) & ((cta.lane == 0) | (before[turn] != block)),
+            )
+    ptx.barrier()
+
+    per_thread = BITMAP_WORDS // THREADS
+    counts = []
+    for i in cutlass.range_constexpr(per_thread // 4):
+        at = cta.smem + form.ring_at + (cta.thread * per_thread + 4 * i) * 4
+        counts += [ptx.population(word) for word in ptx.load_shared4(at)]
+    mine = counts[0]
+    for i in cutlass.range_constexpr(1, per_thread):
+        mine = mine + counts[i]
+    inclusive = mine
+    for power in cutlass.range_constexpr(5):
+        lower = ptx.shuffle_up(inclusive, 1 << power)
+        inclusive = inclusive + ptx.choose(cta.lane >= (1 << power), lower, Int32(0))
+    if cta.lane == 31:
+        ptx.store_shared(scratch + cta.warp * 4, inclusive)
+    ptx.barrier()
+    sums = ptx.load_shared4(scratch)
+    running = inclusive - mine
+    blocks = Int32(0)
+    for w in cutlass.range_constexpr(WARPS):
+        running = running + ptx.choose(cta.warp > w, sums[w], Int32(0))
+        blocks = blocks + sums[w]
+    for i in cutlass.range_constexpr(per_thread // 4):
+        four = []
+        for j in cutlass.range_constexpr(4):
+            four.append(running)
+            running = running + counts[4 * i + j]
+        at = cta.smem + form.prefix_at + (cta.thread * per_thread + 4 * i) * 4
+        ptx.store_shared4(at, (four[0], four[1], four[2], four[3]))
+    ptx.barrier()
+    return blocks
+
+
+@cute.jit
+def _fill_union(
+    cta: _Cta,
+    low: Int32,
+    entries: Int32,
+    form: cutlass.Constexpr,
+) -> Int32:
+    """Entries for the marked blocks of rank ``low ..``; whether a row lists one of their tokens
+    twice.
+    """
+    window = cta.smem + form.window_at
+    surplus = Int32(0)
+    for index in cutlass.range(cta.rows * PARTS, unroll=1):
+        row = index // PARTS
+        tokens = _staged_tokens(cta, row, index % PARTS, form)
+        places = [_rank(cta, cutlass.max(token >> 2, 0), form) - low for token in tokens]
+        for turn in cutlass.range_constexpr(PER_PART):
+            token = tokens[turn]
+            mine = (token >= 0) & (places[turn] >= 0) & (places[turn] < entries)
+            at = window + ptx.choose(mine, places[turn], Int32(0)) * 8
+            ptx.or_shared(at + 4, Int32(1) << (4 * (token & 3) + row), mine)
+            ptx.store_shared_if(at, token >> 2, mine)
+            surplus = surplus + Int32(mine)
+    ptx.barrier()
+    owners = [ptx.load_shared(cta.smem + form.misc_at + 16 * r) for r in range(GROUP_ROWS)]
+    base = cutlass.max(cutlass.max(owners[0], owners[1]), cutlass.max(owners[2], owners[3]))
+    places = [u * THREADS + cta.thread for u in range(PER_WINDOW)]
+    stored = [ptx.load_shared2(window + place * 8) for place in places]
+    found = [_page_of(cta, base, block * 4, members != 0) for block, members in stored]
+    for u in cutlass.range_constexpr(PER_WINDOW):
+        page, slot, valid = found[u]
+        members = stored[u][1]
+        surplus = surplus - ptx.population(members)
+        ptx.store_shared2(
+            window + places[u] * 8,
+            ptx.choose(valid, page, Int32(0)),
+            ptx.choose(valid, (slot << 16) | members, Int32(0)),
+        )
+    surplus = ptx.sum_over_warp(surplus)
+    count = cta.smem + form.misc_at + 96
+    if cta.lane == 0:
+        ptx.add_shared(count, surplus)
+    ptx.barrier()
+    return Int32(ptx.load_shared(count) != 0)
+
+
+# ----- tiles: gather K and V, score, weigh, accumulate --------------------------------------------
+#
+# What a warp reads of K and V it also fetches, so copies need no barrier of the CTA: warp w scores
+# tokens 16 w .. 16 w + 15 of a tile against all dims, and accumulates dims 64 w .. 64 w + 63 over
+# all tokens. Only row maxima and weights cross.
+
+
+@cute.jit
+def _walk(
+    cta: _Cta,
+    entries: Int32,
+    shift: Int32,
+    row_bits: Int32,
+    acc: Any,
+    top: Any,
+    total: Any,
+    form: cutlass.Constexpr,
+) -> None:
+    tiles = ((entries << shift) + TILE - 1) // TILE
+    stage = Int32(0)
+    # The first turns only fetch, so that the loop holds every step once.
+    for tile in cutlass.range(-form.stages, tiles, unroll=1):
+        # What follows from the lane alone is computed again for each tile: kept, it would push
+        # other values out of registers.
+        fresh = cta._replace(lane=ptx.opaque(cta.lane), warp=ptx.opaque(cta.warp))
+        if tile >= 0:
+            ptx.wait(2 * form.stages - 1)
+            ptx.warp_barrier()
+            scores = cute.make_rmem_tensor((8 * form.m_tiles,), Float32)
+            for i in cutlass.range_constexpr(8 * form.m_tiles):
+                scores[i] = Float32(0.0)
+            _score(cta, stage, scores, form)
+            ptx.warp_barrier()
+            _fetch_k(fresh, tile + form.stages, stage, tiles, shift, form)
+            fades = cute.make_rmem_tensor((2 * form.m_tiles,), Float32)
+            _weigh(cta, tile, shift, row_bits, scores, top, total, fades, form)
+            ptx.wait(2 * form.stages - 1)
+            ptx.barrier()
+            _accumulate(cta, tile, stage, shift, acc, fades, form)
+            ptx.warp_barrier()
+        else:
+            _fetch_k(fresh, tile + form.stages, stage, tiles, shift, form)
+        _fetch_v(fresh, tile + form.stages, stage, tiles, shift, form)
+        stage = ptx.choose(stage == form.stages - 1, Int32(0), stage + 1)
+    ptx.wait(0)
+
+
+def _entry(cta: _Cta, place: Int32, shift: Int32, form: Form) -> tuple[Int32, Int32, Any]:
+    """``(page, slot, listed by any row)`` of a token of the window."""
+    page, packed = ptx.load_shared2(cta.smem + form.window_at + (place >> shift) * 8)
+    within = place & ((Int32(1) << shift) - 1)
+    members = (packed >> (4 * within)) & 15
+    return page, ptx.shift_right(packed, 16) + within, members != 0
+
+
+def _plane(cta: _Cta, which: int, form: Form) -> _Plane:
+    base, page = ptx.load_shared_wide(cta.smem + form.planes_at + 32 * which)
+    return _Plane(base, page, ptx.load_shared(cta.smem + form.planes_at + 32 * which + 16))
+
+
+def _source(plane: _Plane, page: Int32, slot: Int32) -> Int64:
+    return plane.base + Int64(page) * plane.page + Int64(slot) * Int64(plane.token)
+
+
+@cute.jit
+def _fetch_k(
+    cta: _Cta, tile: Int32, stage: Int32, tiles: Int32, shift: Int32, form: cutlass.Constexpr
+) -> None:
+    """Starts copying this warp's tokens of K; one group of copies, empty beyond the last tile."""
+    if tile < tiles:
+        plane = _plane(cta, 0, form)
+        chunks = form.row_bytes // 16
+        per_turn = 32 // chunks
+        chunk = cta.lane & (chunks - 1)
+        base = tile * TILE
+        ring = cta.smem + form.ring_at + stage * (TILE * form.row_bytes)
+        turns = 16 // per_turn
+        batch = min(turns, FETCH_BATCH)
+        for start in cutlass.range(0, turns, batch, unroll=1):
+            tokens = [
+                cta.warp * 16 + (start + u) * per_turn + cta.lane // chunks for u in range(batch)
+            ]
+            entries = [_entry(cta, base + token, shift, form) for token in tokens]
+            for u in cutlass.range_constexpr(batch):
+                page, slot, listed = entries[u]
+                target = tokens[u] * form.row_bytes + (chunk ^ ((tokens[u] & 1) << 2)) * 16
+                source = _source(plane, page, slot) + Int64(chunk * 16)
+                ptx.copy16(ring + target, source, listed)
+        if cutlass.const_expr(form.dtype == "nvfp4"):
+            # Lanes 16 .. 31 fetch what lanes 0 .. 15 do.
+            token = cta.warp * 16 + (cta.lane & 15)
+            page, slot, listed = _entry(cta, base + token, shift, form)
+            source = _source(_plane(cta, 2, form), page, slot)
+            target = cta.smem + form.k_scales_at + (stage * TILE + token) * 16
+            ptx.copy16(target, source, listed)
+    ptx.commit()
+
+
+@cute.jit
+def _fetch_v(
+    cta: _Cta, tile: Int32, stage: Int32, tiles: Int32, shift: Int32, form: cutlass.Constexpr
+) -> None:
+    """Starts copying this warp's dims of V; one group of copies, empty beyond the last tile."""
+    if tile < tiles:
+        plane = _plane(cta, 1, form)
+        chunks = form.row_bytes // 16 // WARPS
+        per_turn = 32 // chunks
+        chunk = cta.warp * chunks + (cta.lane & (chunks - 1))
+        base = tile * TILE
+        ring = cta.smem + form.v_at + stage * (TILE * form.row_bytes)
+        turns = TILE // per_turn
+        batch = min(turns, FETCH_BATCH)
+        for start in cutlass.range(0, turns, batch, unroll=1):
+            tokens = [(start + u) * per_turn + cta.lane // chunks for u in range(batch)]
+            entries = [_entry(cta, base + token, shift, form) for token in tokens]
+            for u in cutlass.range_constexpr(batch):
+                page, slot, listed = entries[u]
+                target = tokens[u] * form.row_bytes + (chunk ^ (tokens[u] & 6)) * 16
+                source = _source(plane, page, slot) + Int64(chunk * 16)
+                ptx.copy16(ring + target, source, listed)
+        if cutlass.const_expr(form.dtype == "nvfp4"):
+            scales = _plane(cta, 3, form)
+            for turn in cutlass.range_constexpr(TILE // 32):
+                token = turn * 32 + cta.lane
+                page, slot, listed = _entry(cta, base + token, shift, form)
+                target = (
+                    cta.smem + form.v_scales_at + ((stage * WARPS + cta.warp) * TILE + token) * 16
+                )
+                if cta.interleaved != 0:
+                    source = _source(scales, page, slot & -4) + Int64(cta.warp * 16)
+                    ptx.copy16(target, source, listed)
+                else:
+                    source = _source(scales, page, slot) + Int64(cta.warp * 4)
+                    ptx.copy4(target, source, listed)
+    ptx.commit()
+
+
+def _decode_e2m1(word: Int32, form: Form) -> list[Int32]:
+    """Eight e2m1 as four f16x2. By integers: times 2^-14, in the order of ``_evens_first``."""
+    if form.native_e2m1:
+        return list(ptx.e2m1_pairs(word))
+    odd = ptx.blend(word, -0x7F7F7F80, ptx.shift_right(word, 3) & 0x0E0E0E0E)
+    even = ptx.blend(word << 4, -0x7F7F7F80, (word << 1) & 0x0E0E0E0E)
+    return [
+        ptx.zero_extend_bytes(even, 0x1404),
+        ptx.zero_extend_bytes(even, 0x3424),
+        ptx.zero_extend_bytes(odd, 0x1404),
+        ptx.zero_extend_bytes(odd, 0x3424),
+    ]
+
+
+def _scale_pairs(word: Int32, form: Form) -> tuple[Int32, Int32]:
+    """Four e4m3 block scales as two f16x2, times 2^7 where the integer decode left 2^-14."""
+    low, high = ptx.e4m3_pairs(word)
+    if form.native_e2m1:
+        return low, high
+    factor = Int32(0x58005800)
+    return ptx.multiply_f16(low, factor), ptx.multiply_f16(high, factor)
+
+
+@cute.jit
+def _score(cta: _Cta, stage: Int32, scores: Any, form: cutlass.Constexpr) -> None:
+    """scores += Q K^T of this warp's 16 tokens."""
+    quad, g = cta.lane & 3, cta.lane >> 2
+    blocks = {"bf16": 8, "fp8_e4m3": 4, "nvfp4": 2}[form.dtype]
+    steps = 16 // blocks
+    queries = cta.smem + cta.lane * 16
+    first = stage * TILE + cta.warp * 16 + g
+    # The swizzle flips the upper half of the eight chunks of 128 bytes for odd tokens.
+    swizzle = (g & 1) * 64
+    keys = cta.smem + form.ring_at + first * form.row_bytes + quad * 16
+    sides = (keys + swizzle, keys + (64 - swizzle))
+    key_scales = cta.smem + form.k_scales_at + first * 16 + 2 * quad
+    for block in cutlass.range_constexpr(blocks):
+        words = []
+        scales = []
+        for j in cutlass.range_constexpr(2):
+            at = 8 * j * form.row_bytes + (block // 2) * 128
+            words.append(ptx.load_shared4(sides[block % 2], at))
+            if cutlass.const_expr(form.dtype == "nvfp4"):
+                half = ptx.load_shared_half(key_scales, 128 * j + 8 * block)
+                both, _ = _scale_pairs(half, form)
+                scales.append((ptx.permute(both, both, 0x1010), ptx.permute(both, both, 0x3232)))
+        fragments: list[list[Int32]] = []
+        for step in cutlass.range_constexpr(steps):
+            fragments = _key_fragments(words, scales, step, fragments, form)
+            for tile in cutlass.range_constexpr(form.m_tiles):
+                a = ptx.load_shared4(queries, (tile * 16 + block * steps + step) * 512)
+                for j in cutlass.range_constexpr(2):
+                    b0, b1 = fragments[j][0], fragments[j][1]
+                    ptx.mma(scores, (tile * 2 + j) * 4, a, b0, b1, form.f16)
+
+
+def _key_fragments(
+    words: list[ptx.Words],
+    scales: list[tuple[Int32, Int32]],
+    step: int,
+    before: list[list[Int32]],
+    form: Form,
+) -> list[list[Int32]]:
+    """B fragments of a step, for each n-tile; an e2m1 word holds two steps, of which the second is
+    left from ``before``.
+    """
+    if form.dtype == "bf16":
+        return [[four[2 * step], four[2 * step + 1]] for four in words]
+    if form.dtype == "fp8_e4m3":
+        return [list(ptx.e4m3_pairs(four[step])) for four in words]
+    if step % 2:
+        return [pairs[2:] for pairs in before]
+    return [
+        [ptx.multiply_f16(pair, each[step // 4]) for pair in _decode_e2m1(four[step // 2], form)]
+        for four, each in zip(words, scales, strict=True)
+    ]
+
+
+def _weigh(
+    cta: _Cta,
+    tile: Int32,
+    shift: Int32,
+    row_bits: Int32,
+    scores: Any,
+    top: Any,
+    total: Any,
+    fades: Any,
+    form: Form,
+) -> None:
+    """Scores to weights in shared memory, as A fragments, and to ``fades`` by how much older sums
+    shrink.
+    """
+    quad, g = cta.lane & 3, cta.lane >> 2
+    members: list[Int32] = []
+    for j in range(2):
+        for e in range(2):
+            place = tile * TILE + cta.warp * 16 + 8 * j + 2 * quad + e
+            packed = ptx.load_shared(cta.smem + (place >> shift) * 8, form.window_at + 4)
+            within = place & ((Int32(1) << shift) - 1)
+            members.append(packed >> (4 * within))
+    scale_at = cta.smem + (g * 4 if form.f16 else 0)
+    reduce = cta.smem + form.reduce_at + g * 16
+    mine = reduce + cta.warp * 4
+    minus = Float32(float("-inf"))
+    for i in range(2 * form.m_tiles):
+        m_tile, half = i // 2, i % 2
+        scale = ptx.load_shared_float(scale_at, form.row_scales_at + (32 * i if form.f16 else 0))
+        bits = (row_bits >> (4 * i)) & 15
+        largest = minus
+        for j in range(2):
+            for e in range(2):
+                at = (m_tile * 2 + j) * 4 + 2 * half + e
+                listed = (members[2 * j + e] & bits) != 0
+                scores[at] = ptx.choose_float(listed, scores[at] * scale, minus)
+                largest = ptx.maximum(largest, scores[at])
+        largest = ptx.maximum(largest, ptx.shuffle_xor_float(largest, 1))
+        largest = ptx.maximum(largest, ptx.shuffle_xor_float(largest, 2))
+        ptx.store_shared_float(mine, largest, 128 * i)
+    ptx.barrier()
+    for i in range(2 * form.m_tiles):
+        m_tile, half = i // 2, i % 2
+        four = ptx.load_shared4_float(reduce, 128 * i)
+        largest = ptx.maximum(ptx.maximum(four[0], four[1]), ptx.maximum(four[2], four[3]))
+        largest = ptx.maximum(largest, top[i])
+        anchor = ptx.choose_float(largest == minus, Float32(0.0), largest)
+        fade = ptx.exp2(top[i] - anchor)
+        fades[i] = fade
+        top[i] = largest
+        added = Float32(0.0)
+        for j in range(2):
+            for e in range(2):
+                at = (m_tile * 2 + j) * 4 + 2 * half + e
+                # What a row does not list is -inf, and weighs exactly 0.
+                scores[at] = ptx.exp2(scores[at] - anchor)
+                added = added + scores[at]
+        total[i] = total[i] * fade + added
+    pack = ptx.pack_f16 if form.f16 else ptx.pack_bf16
+    base = cta.smem + cta.warp * 512 + cta.lane * 16
+    for m_tile in range(form.m_tiles):
+        words = []
+        for j in range(2):
+            for half in range(2):
+                at = (m_tile * 2 + j) * 4 + 2 * half
+                words.append(pack(scores[at], scores[at + 1]))
+        four_words = (words[0], words[1], words[2], words[3])
+        ptx.store_shared4(base, four_words, form.p_at + m_tile * WARPS * 512)
+
+
+@cute.jit
+def _phases(
+    cta: _Cta, tile: Int32, shift: Int32, step: cutlass.Constexpr, form: cutlass.Constexpr
+) -> list[Int32]:
+    """Where in an interleaved group of four scale bytes each of this lane's four tokens of a step
+    is; 0 if linear.
+    """
+    quad = cta.lane & 3
+    phases = [(2 * (quad & 1) + e) * cta.interleaved for e in (0, 1, 0, 1)]
+    # A union's entries are whole tiles of four. Elsewhere a token may stand anywhere in its own.
+    if (cta.interleaved != 0) & (shift == 0):
+        for i in cutlass.range_constexpr(4):
+            token = 16 * step + 8 * (i // 2) + i % 2 + 2 * quad
+            at = cta.smem + (tile * TILE + token) * 8
+            phases[i] = ptx.shift_right(ptx.load_shared(at, form.window_at + 4), 16) & 3
+    return phases
+
+
+def _value_fragments(
+    cta: _Cta, tile: Int32, stage: Int32, step: int, shift: Int32, form: Form
+) -> list[tuple[Int32, Int32]]:
+    """B fragments of V for 16 tokens: column g of n-tile i is dim 64 warp + 8 g + i."""
+    g, quad = cta.lane >> 2, cta.lane & 3
+    # The swizzle flips pairs of 16-byte chunks by bits 1 and 2 of the token, which are this lane's
+    # quad.
+    chunk, within = {
+        "bf16": (cta.warp * 8 + g, 0),
+        "fp8_e4m3": (cta.warp * 4 + (g >> 1), (g & 1) * 8),
+        "nvfp4": (cta.warp * 2 + (g >> 2), (g & 3) * 4),
+    }[form.dtype]
+    base = cta.smem + (stage * TILE + 2 * quad) * form.row_bytes
+    base = base + (chunk ^ (2 * quad)) * 16 + within
+    phases = _phases(cta, tile, shift, step, form) if form.dtype == "nvfp4" else []
+    halves: list[list[Int32]] = []
+    for high in range(2):
+        at = [form.v_at + (16 * step + 8 * high + e) * form.row_bytes for e in range(2)]
+        dims: list[Int32] = [Int32(0)] * 8
+        if form.dtype == "bf16":
+            a, b = (ptx.load_shared4(base, offset) for offset in at)
+            for i in range(4):
+                dims[2 * i] = ptx.permute(a[i], b[i], 0x5410)
+                dims[2 * i + 1] = ptx.permute(a[i], b[i], 0x7632)
+        elif form.dtype == "fp8_e4m3":
+            a2, b2 = (ptx.load_shared2(base, offset) for offset in at)
+            for i in range(2):
+                dims[4 * i : 4 * i + 2] = ptx.e4m3_pairs(ptx.permute(a2[i], b2[i], 0x5140))
+                dims[4 * i + 2 : 4 * i + 4] = ptx.e4m3_pairs(ptx.permute(a2[i], b2[i], 0x7362))
+        else:
+            a4, b4 = (_decode_e2m1(ptx.load_shared(base, offset), form) for offset in at)
+            scale = _value_scale(cta, stage, 16 * step + 8 * high, phases[2 * high :], form)
+            order = list(range(8)) if form.native_e2m1 else [0, 2, 4, 6, 1, 3, 5, 7]
+            for i in range(4):
+                low = ptx.permute(a4[i], b4[i], 0x5410)
+                upper = ptx.permute(a4[i], b4[i], 0x7632)
+                dims[order[2 * i]] = ptx.multiply_f16(low, scale)
+                dims[order[2 * i + 1]] = ptx.multiply_f16(upper, scale)
+        halves.append(dims)
+    return list(zip(halves[0], halves[1], strict=True))
+
+
+def _value_scale(cta: _Cta, stage: Int32, first: int, phases: list[Int32], form: Form) -> Int32:
+    """The block scales of this lane's eight dims, for tokens ``first + 2 quad`` and the next, as
+    f16x2.
+    """
+    block = cta.lane >> 3
+    base = cta.smem + ((stage * WARPS + cta.warp) * TILE + 2 * (cta.lane & 3)) * 16
+    base = base + block * (1 + 3 * cta.interleaved)
+    low = ptx.load_shared_byte(base + phases[0], form.v_scales_at + first * 16)
+    high = ptx.load_shared_byte(base + phases[1], form.v_scales_at + first * 16 + 16)
+    both, _ = _scale_pairs(low | (high << 8), form)
+    return both
+
+
+@cute.jit
+def _accumulate(
+    cta: _Cta,
+    tile: Int32,
+    stage: Int32,
+    shift: Int32,
+    acc: Any,
+    fades: Any,
+    form: cutlass.Constexpr,
+) -> None:
+    """acc = acc * fades + P V of this warp's dims."""
+    faded = fades[0] != Float32(1.0)
+    for i in cutlass.range_constexpr(1, 2 * form.m_tiles):
+        faded = faded | (fades[i] != Float32(1.0))
+    if ptx.any_lane(faded):
+        for i in cutlass.range_constexpr(2 * form.m_tiles):
+            for n in cutlass.range_constexpr(SLICE // 8):
+                for e in cutlass.range_constexpr(2):
+                    spot = ((i // 2) * (SLICE // 8) + n) * 4 + 2 * (i % 2) + e
+                    acc[spot] = acc[spot] * fades[i]
+    base = cta.smem + cta.lane * 16
+    for step in cutlass.range_constexpr(TILE // 16):
+        weights = []
+        for m_tile in cutlass.range_constexpr(form.m_tiles):
+            weights.append(ptx.load_shared4(base, form.p_at + (m_tile * WARPS + step) * 512))
+        fragments = _value_fragments(cta, tile, stage, step, shift, form)
+        for n in cutlass.range_constexpr(SLICE // 8):
+            b0, b1 = fragments[n]
+            for m_tile in cutlass.range_constexpr(form.m_tiles):
+                ptx.mma(acc, (m_tile * (SLICE // 8) + n) * 4, weights[m_tile], b0, b1, form.f16)
+
+
+# ----- results: divide, round, gate, round --------------------------------------------------------
+
+
+def _stage(cta: _Cta, value_scale: Float32, acc: Any, top: Any, total: Any, form: Form) -> None:
+    """Sums to shared memory where the ring was, a row after another; each row's maximum and total
+    beside them.
+    """
+    reduce = cta.smem + form.reduce_at
+    ptx.barrier()
+    for i in range(2 * form.m_tiles):
+        m = (cta.lane >> 2) + 8 * i
+        value = total[i]
+        value = value + ptx.shuffle_xor_float(value, 1)
+        value = value + ptx.shuffle_xor_float(value, 2)
+        ptx.store_shared_float(reduce + m * 16 + cta.warp * 4, value)
+        ptx.store_shared_float(cta.smem + form.window_at + m * 4, top[i])
+        at = cta.smem + form.ring_at + m * STAGED_ROW
+        at = at + (cta.warp * SLICE + (cta.lane & 3) * 16) * 4
+        for e in range(2):
+            eight = [acc[((i // 2) * 8 + n) * 4 + 2 * (i % 2) + e] * value_scale for n in range(8)]
+            ptx.store_shared4_float(at + 32 * e, eight[:4])
+            ptx.store_shared4_float(at + 32 * e + 16, eight[4:])
+    ptx.barrier()
+
+
+def _staged(cta: _Cta, m: Int32, form: Form) -> tuple[list[Float32], Float32]:
+    """``(eight sums at dim 8 lane, total)`` of a staged row."""
+    at = cta.smem + form.ring_at + m * STAGED_ROW + cta.lane * 32
+    values = [*ptx.load_shared4_float(at), *ptx.load_shared4_float(at + 16)]
+    four = ptx.load_shared4_float(cta.smem + form.reduce_at + m * 16)
+    total = (four[0] + four[1]) + (four[2] + four[3])
+    return values, total
+
+
+@cute.jit
+def _store_rows(
+    cta: _Cta,
+    out: cute.Tensor,
+    output_gate: cute.Tensor,
+    use_output_gate: Int32,
+    chosen: Int32,
+    form: cutlass.Constexpr,
+) -> None:
+    cta = _restore(cta, form)
+    for m in cutlass.range(cta.warp, cta.rows * cta.group, WARPS, unroll=1):
+        row = _row_of(cta, m)
+        if ((Int32(1) << row) & chosen) != 0:
+            values, total = _staged(cta, m, form)
+            head = cta.kv_head * cta.group + (m - row * cta.group)
+            _finish(
+                out, output_gate, use_output_gate, cta.row0 + row, head, cta.lane * 8, values, total
+            )
+
+
+def _row_address(tensor: cute.Tensor, row: Int32, head: Int32, dim: Int32) -> Int64:
+    at = Int64(row) * Int64(tensor.stride[0]) + Int64(head) * Int64(tensor.stride[1]) + Int64(dim)
+    return tensor.iterator.toint() + at * 2
+
+
+@cute.jit
+def _finish(
+    out: cute.Tensor,
+    output_gate: cute.Tensor,
+    use_output_gate: Int32,
+    row: Int32,
+    head: Int32,
+    dim: Int32,
+    sums: list[Float32],
+    total: Float32,
+) -> None:
+    """Sums, two or eight, over their total: rounded, gated if asked for, rounded again."""
+    empty = total == Float32(0.0)
+    factor = ptx.reciprocal(ptx.choose_float(empty, Float32(1.0), total))
+    values = [ptx.choose_float(empty, Float32(0.0), value * factor) for value in sums]
+    pairs = len(values) // 2
+    words = [ptx.pack_bf16(values[2 * i], values[2 * i + 1]) for i in range(pairs)]
+    if use_output_gate != 0:
+        source = _row_address(output_gate, row, head, dim)
+        gates = [ptx.load_global(source)] if pairs == 1 else list(ptx.load_global4(source))
+        for i in cutlass.range_constexpr(pairs):
+            pair = ptx.unpack_bf16(words[i])
+            gate = ptx.unpack_bf16(gates[i])
+            words[i] = ptx.pack_bf16(pair[0] * _sigmoid(gate[0]), pair[1] * _sigmoid(gate[1]))
+    target = _row_address(out, row, head, dim)
+    if cutlass.const_expr(pairs == 1):
+        ptx.store_global(target, words[0])
+    else:
+        ptx.store_global4(target, (words[0], words[1], words[2], words[3]))
+
+
+def _sigmoid(value: Float32) -> Float32:
+    """1 / (1 + e^-x) in fp32, each step rounded once, as a separate gate computes it."""
+    return ptx.exact_reciprocal(Float32(1.0) + ptx.exponential(-value))
+
+
+@cute.jit
+def _store_partial(
+    cta: _Cta,
+    workspace: cute.Tensor,
+    tail: Int32,
+    group_rows: Int32,
+    chosen: Int32,
+    form: cutlass.Constexpr,
+) -> None:
+    """Sums before division, with their maximum (in log2 units) and total, for the merge."""
+    cta = _restore(cta, form)
+    first = Int64(tail) * Int64(group_rows * cta.group)
+    for m in cutlass.range(cta.warp, cta.rows * cta.group, WARPS, unroll=1):
+        if ((Int32(1) << _row_of(cta, m)) & chosen) != 0:
+            values, total = _staged(cta, m, form)
+            place = workspace.iterator.toint() + (first + Int64(m)) * PARTIAL_ROW
+            ptx.store_global4_float(place + Int64(cta.lane * 32), values[:4])
+            ptx.store_global4_float(place + Int64(cta.lane * 32 + 16), values[4:])
+            if cta.lane == 0:
+                top = ptx.load_shared_float(cta.smem + form.window_at + m * 4)
+                ptx.store_global2_float(place + HEAD_DIM * 4, top, total)
+
+
+@cute.kernel
+def _merge(
+    q: cute.Tensor,
+    k_cache: cute.Tensor,
+    output_gate: cute.Tensor,
+    out: cute.Tensor,
+    workspace: cute.Tensor,
+    use_output_gate: Int32,
+    tokens: Int32,
+    group_rows: Int32,
+    splits: Int32,
+    whole_units: Int32,
+) -> None:
+    """One CTA a row and query head: sums the partial results in the order of the splits, two dims
+    and half of the splits a thread.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    place, _, _ = cute.arch.block_idx()
+    lane = thread & 31
+    half = thread >> 7
+    joint = cute.arch.alloc_smem(Float32, HEAD_DIM, alignment=16).toint()
+    kv_heads = Int32(k_cache.shape[1])
+    group = Int32(q.shape[1]) // kv_heads
+    m_rows = group_rows * group
+    tail = place // m_rows
+    m = place - tail * m_rows
+    row = m // group
+    unit = whole_units + tail
+    verify = unit // kv_heads
+    subgroups = (tokens + group_rows - 1) // group_rows
+    within = (verify % subgroups) * group_rows + row
+    first = (
+        workspace.iterator.toint()
+        + (Int64(tail) * Int64(splits) * Int64(m_rows) + Int64(m)) * PARTIAL_ROW
+    )
+    step = Int64(m_rows) * PARTIAL_ROW
+
+    cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
+    if within < tokens:
+        tops = []
+        sums = []
+        for i in cutlass.range_constexpr(MAX_SPLITS // 32):
+            split = lane + 32 * i
+            there = split < splits
+            at = first + Int64(split) * step + HEAD_DIM * 4
+            tops.append(ptx.float_of_bits(ptx.load_global_if(at, there, -0x800000)))
+            sums.append(ptx.float_of_bits(ptx.load_global_if(at + 4, there, 0)))
+        # Half of the threads take the even splits, and half the odd.
+        source = first + Int64((thread & 127) * 8)
+        parts = cute.make_rmem_tensor((2 * MERGE_BATCH,), Float32)
+        _load_partials(parts, source, step, half, splits)
+        minus = Float32(float("-inf"))
+        largest = ptx.maximum(tops[0], tops[1])
+        for power in cutlass.range_constexpr(5):
+            largest = ptx.maximum(largest, ptx.shuffle_xor_float(largest, 1 << power))
+        anchor = ptx.choose_float(largest == minus, Float32(0.0), largest)
+        weights = [ptx.exp2(top - anchor) for top in tops]
+        total = weights[0] * sums[0] + weights[1] * sums[1]
+        for power in cutlass.range_constexpr(5):
+            total = total + ptx.shuffle_xor_float(total, 1 << power)
+
+        acc = cute.make_rmem_tensor((2,), Float32)
+        acc[0] = Float32(0.0)
+        acc[1] = Float32(0.0)
+        for start in cutlass.range(half, splits, 2 * MERGE_BATCH, unroll=1):
+            for u in cutlass.range_constexpr(MERGE_BATCH):
+                split = start + 2 * u
+                weight = ptx.shuffle_from_float(weights[0], split & 31)
+                if cutlass.const_expr(MAX_SPLITS > 32):
+                    other = ptx.shuffle_from_float(weights[1], split & 31)
+                    weight = ptx.choose_float(split >= 32, other, weight)
+                # Beyond the last split the parts are zeros, and so are the weights.
+                for j in cutlass.range_constexpr(2):
+                    acc[j] = acc[j] + weight * parts[2 * u + j]
+            _load_partials(parts, source, step, start + 2 * MERGE_BATCH, splits)
+        head = (unit % kv_heads) * group + (m - row * group)
+        out_row = (verify // subgroups) * tokens + within
+        spot = joint + (thread & 127) * 8
+        if half == 1:
+            ptx.store_shared_float(spot, acc[0])
+            ptx.store_shared_float(spot + 4, acc[1])
+        ptx.barrier()
+        if half == 0:
+            pair = [acc[j] + ptx.load_shared_float(spot + 4 * j) for j in range(2)]
+            _finish(out, output_gate, use_output_gate, out_row, head, thread * 2, pair, total)
+
+
+def _load_partials(parts: Any, source: Int64, step: Int64, start: Int32, splits: Int32) -> None:
+    """Two sums each of a batch of splits, all in flight; zeros beyond the last."""
+    for u in range(MERGE_BATCH):
+        split = start + 2 * u
+        at = source + Int64(split) * step
+        parts[2 * u], parts[2 * u + 1] = ptx.load_global2_float_if(at, split < splits)
+
+
+# ----- lowering -----------------------------------------------------------------------------------
+
+
+def form_of(plan: Plan) -> Form:
+    return Form(str(plan["dtype"]), plan.int("m_tiles"), not plan.arch.startswith("sm_9"))
+
+
+def lower(plan: Plan) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """The host function of a plan and the fake arguments to compile it with; see the module
+    docstring for the lists.
+    """
+    form = form_of(plan)
+    rows, heads, pages, kv_heads, page_size = (fakes.extent() for _ in range(5))
+
+    def strided(dtype: type[Numeric], shape: tuple[Any, ...], unit: int = 1) -> Any:
+        """Strides free but for the last, multiples of 16 bytes."""
+        strides = [cute.sym_int64(divisibility=unit) for _ in shape[:-1]]
+        return fakes.tensor(dtype, shape, (*strides, 1), align=16)
+
+    def loose(shape: tuple[Any, ...]) -> Any:
+        return fakes.tensor(Int32, shape, tuple(fakes.extent() for _ in shape))
+
+    element: type[Numeric] = {
+        "bf16": BFloat16, "fp8_e4m3": Float8E4M3FN, "nvfp4": Uint8
+    }[form.dtype]  # fmt: skip
+    width = HEAD_DIM // 2 if form.dtype == "nvfp4" else HEAD_DIM
+    unit = 16 * 8 // element.width
+    query = strided(BFloat16, (rows, heads, HEAD_DIM), 8)
+    cache = [strided(element, (pages, kv_heads, page_size, width), unit) for _ in range(2)]
+    blocks = [
+        strided(Float8E4M3FN, (pages, kv_heads, page_size, HEAD_DIM // 16), 16) for _ in range(2)
+    ]
+    scalars = [fakes.vector(Float32, 1) for _ in range(2)]
+    requests = fakes.extent()
+    common = (
+        loose((requests, fakes.extent())),
+        loose((rows, fakes.extent())),
+        loose((rows,)),
+        loose((rows,)),
+        loose((rows,)),
+        strided(BFloat16, (rows, heads, HEAD_DIM), 8),
+        strided(BFloat16, (rows, heads, HEAD_DIM), 8),
+        fakes.tensor(Float32, (fakes.extent(),), (1,), align=16),
+        Float32(1.0),
+        *[Int32(0)] * 3,
+    )
+    launch = [Int32(1)] * 4
+    stream = fakes.stream()
+
+    if form.dtype == "bf16":
+
+        @cute.jit
+        def sparse_gqa_verify(
+            q: cute.Tensor,
+            k_cache: cute.Tensor,
+            v_cache: cute.Tensor,
+            block_table: cute.Tensor,
+            selected_tokens: cute.Tensor,
+            request_indices: cute.Tensor,
+            valid_count: cute.Tensor,
+            query_positions: cute.Tensor,
+            output_gate: cute.Tensor,
+            out: cute.Tensor,
+            workspace: cute.Tensor,
+            softmax_scale: Float32,
+            use_valid_count: Int32,
+            use_query_positions: Int32,
+            use_output_gate: Int32,
+            tokens: Int32,
+            group_rows: Int32,
+            splits: Int32,
+            whole_units: Int32,
+            stream: Any,
+        ) -> None:
+            _launch(
+                q, k_cache, v_cache, k_cache, v_cache, workspace, workspace, block_table,
+                selected_tokens, request_indices, valid_count, query_positions, output_gate, out,
+                workspace, softmax_scale, use_valid_count, use_query_positions, use_output_gate,
+                Int32(0), tokens, group_rows, splits, whole_units, stream, form,
+            )  # fmt: skip
+
+        return sparse_gqa_verify, (query, *cache, *common, *launch, stream)
+
+    if form.dtype == "fp8_e4m3":
+
+        @cute.jit
+        def sparse_gqa_verify(
+            q: cute.Tensor,
+            k_cache: cute.Tensor,
+            v_cache: cute.Tensor,
+            k_scale: cute.Tensor,
+            v_scale: cute.Tensor,
+            block_table: cute.Tensor,
+            selected_tokens: cute.Tensor,
+            request_indices: cute.Tensor,
+            valid_count: cute.Tensor,
+            query_positions: cute.Tensor,
+            output_gate: cute.Tensor,
+            out: cute.Tensor,
+            workspace: cute.Tensor,
+            softmax_scale: Float32,
+            use_valid_count: Int32,
+            use_query_positions: Int32,
+            use_output_gate: Int32,
+            tokens: Int32,
+            group_rows: Int32,
+            splits: Int32,
+            whole_units: Int32,
+            stream: Any,
+        ) -> None:
+            _launch(
+                q, k_cache, v_cache, k_cache, v_cache, k_scale, v_scale, block_table,
+                selected_tokens, request_indices, valid_count, query_positions, output_gate, out,
+                workspace, softmax_scale, use_valid_count, use_query_positions, use_output_gate,
+                Int32(0), tokens, group_rows, splits, whole_units, stream, form,
+            )  # fmt: skip
+
+        return sparse_gqa_verify, (query, *cache, *scalars, *common, *launch, stream)
+
+    @cute.jit
+    def sparse_gqa_verify(
+        q: cute.Tensor,
+        k_cache: cute.Tensor,
+        v_cache: cute.Tensor,
+        k_block_scales: cute.Tensor,
+        v_block_scales: cute.Tensor,
+        k_scale: cute.Tensor,
+        v_scale: cute.Tensor,
+        block_table: cute.Tensor,
+        selected_tokens: cute.Tensor,
+        request_indices: cute.Tensor,
+        valid_count: cute.Tensor,
+        query_positions: cute.Tensor,
+        output_gate: cute.Tensor,
+        out: cute.Tensor,
+        workspace: cute.Tensor,
+        softmax_scale: Float32,
+        use_valid_count: Int32,
+        use_query_positions: Int32,
+        use_output_gate: Int32,
+        v_interleaved: Int32,
+        tokens: Int32,
+        group_rows: Int32,
+        splits: Int32,
+        whole_units: Int32,
+        stream: Any,
+    ) -> None:
+        _launch(
+            q, k_cache, v_cache, k_block_scales, v_block_scales, k_scale, v_scale, block_table,
+            selected_tokens, request_indices, valid_count, query_positions, output_gate, out,
+            workspace, softmax_scale, use_valid_count, use_query_positions, use_output_gate,
+            v_interleaved, tokens, group_rows, splits, whole_units, stream, form,
+        )  # fmt: skip
+
+    arguments = (query, *cache, *blocks, *scalars, *common, Int32(0), *launch, stream)
+    return sparse_gqa_verify, arguments
+
+
+@cute.jit
+def _launch(
+    q: cute.Tensor,
+    k_cache: cute.Tensor,
+    v_cache: cute.Tensor,
+    k_block_scales: cute.Tensor,
+    v_block_scales: cute.Tensor,
+    k_scale: cute.Tensor,
+    v_scale: cute.Tensor,
+    block_table: cute.Tensor,
+    selected_tokens: cute.Tensor,
+    request_indices: cute.Tensor,
+    valid_count: cute.Tensor,
+    query_positions: cute.Tensor,
+    output_gate: cute.Tensor,
+    out: cute.Tensor,
+    workspace: cute.Tensor,
+    softmax_scale: Float32,
+    use_valid_count: Int32,
+    use_query_positions: Int32,
+    use_output_gate: Int32,
+    v_interleaved: Int32,
+    tokens: Int32,
+    group_rows: Int32,
+    splits: Int32,
+    whole_units: Int32,
+    stream: Any,
+    form: cutlass.Constexpr,
+) -> None:
+    kv_heads = Int32(k_cache.shape[1])
+    subgroups = (tokens + group_rows - 1) // group_rows
+    units = (Int32(q.shape[0]) // tokens) * subgroups * kv_heads
+    tail = units - whole_units
+    _attend(
+        q, k_cache, v_cache, k_block_scales, v_block_scales, k_scale, v_scale, block_table,
+        selected_tokens, request_indices, valid_count, query_positions, output_gate, out,
+        workspace, softmax_scale, use_valid_count, use_query_positions, use_output_gate,
+        v_interleaved, tokens, group_rows, splits, whole_units, form,
+    ).launch(
+        grid=(whole_units + tail * splits, 1, 1),
+        block=(THREADS, 1, 1),
+        smem=form.smem_bytes,
+        min_blocks_per_mp=RESIDENT,
+        preferred_smem_carveout=100,
+        stream=stream,
+        use_pdl=True,
+    )  # fmt: skip
+    if splits > 1:
+        rows_to_merge = tail * group_rows * (Int32(q.shape[1]) // kv_heads)
+        _merge(
+            q, k_cache, output_gate, out, workspace, use_output_gate, tokens, group_rows, splits,
+            whole_units,
+        ).launch(
+            grid=(rows_to_merge, 1, 1),
+            block=(MERGE_THREADS, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )  # fmt: skip

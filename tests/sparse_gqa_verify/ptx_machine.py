@@ -1,0 +1,630 @@
+"""Runs the PTX of a kernel on a CPU, one warp of numpy lanes at a time.
+
+It knows the instructions that ``sparse_gqa_verify`` compiles to and refuses any other. Shared
+memory starts as garbage, every access is checked against the buffers that exist, and asynchronous
+copies land either at once or only when they are waited for, so that a missing wait and a buffer
+that is overwritten too early both show.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from specplan.kernels.sparse_gqa_verify.reference import E2M1
+
+Lanes = np.ndarray
+U32, U64, F32 = np.uint32, np.uint64, np.float32
+_LANES = np.arange(32)
+#: Where global memory begins, and the gap between buffers.
+_BASE, _GAP = 1 << 32, 1 << 16
+
+
+class Memory:
+    """Global memory: copies of torch storages, at addresses of our own."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[int, np.ndarray, torch.Tensor]] = []
+        self._next = _BASE
+
+    def place(self, tensor: torch.Tensor) -> int:
+        """Address of a tensor's first element."""
+        storage = tensor.untyped_storage()
+        for base, _, owner in self._parts:
+            if owner.untyped_storage().data_ptr() == storage.data_ptr():
+                return base + tensor.storage_offset() * tensor.itemsize
+        raw = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+        base = self._next
+        self._parts.append((base, raw.numpy(), tensor))
+        self._next += (raw.numel() // _GAP + 2) * _GAP
+        return base + tensor.storage_offset() * tensor.itemsize
+
+    def find(self, addresses: Lanes, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """``(bytes of the part, offsets)``; all lanes of one access lie in one part."""
+        low, high = int(addresses.min()), int(addresses.max())
+        for base, raw, _ in self._parts:
+            if base <= low and high + size <= base + raw.size:
+                return raw, (addresses - U64(base)).astype(np.int64)
+        raise IndexError(f"access outside of every buffer: {low:#x} .. {high:#x}")
+
+
+@dataclass
+class Instruction:
+    guard: str | None
+    negated: bool
+    name: str
+    operands: list[Any]
+    target: int = -1
+
+
+def parse(ptx: str, entry: str) -> tuple[list[Instruction], list[str]]:
+    """Instructions and parameter names of the entry whose name contains ``entry``."""
+    text = re.sub(r"//[^\n]*", "", ptx)
+    _, *bodies = re.split(r"\.visible \.entry", text)
+    (chosen,) = (body for body in bodies if entry in body.partition("(")[0])
+    header, _, rest = chosen.partition("{")
+    parameters = re.findall(r"(\w+_param_\d+)", header)
+    labels: dict[str, int] = {}
+    code: list[Instruction] = []
+    for statement in rest.split(";"):
+        line = statement.strip()
+        while True:
+            line = line.strip()
+            label = re.match(r"(\$\w+):", line)
+            if label:
+                labels[label.group(1)] = len(code)
+                line = line[label.end() :]
+            elif line[:1] == "}" or re.match(r"\{\s*\.reg", line):
+                line = line[1:]
+            elif line.startswith((".loc", ".pragma")):
+                line = line.partition("\n")[2]
+            else:
+                break
+        if not line or line.startswith((".reg", ".shared")):
+            continue
+        guard, negated = None, False
+        match = re.match(r"@(!?)(%?\w+)\s+(.*)", line, re.S)
+        if match:
+            negated, guard, line = match.group(1) == "!", match.group(2), match.group(3)
+        name, _, tail = line.partition(" ") if " " in line.split("\t")[0] else line.partition("\t")
+        operands = [_operand(o) for o in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", tail)]
+        code.append(Instruction(guard, negated, name.strip(), operands))
+    for instruction in code:
+        if instruction.name.startswith("bra"):
+            instruction.target = labels[instruction.operands[0]]
+    return code, parameters
+
+
+def _operand(text: str) -> Any:
+    text = text.strip()
+    if text[0] == "{":
+        return [o.strip() for o in text[1:-1].split(",")]
+    if text[0] == "[":
+        inner = text[1:-1].strip()
+        base, _, offset = inner.partition("+")
+        return (base.strip(), int(offset or 0))
+    return text
+
+
+@dataclass
+class _Warp:
+    index: int
+    code: list[Instruction]
+    machine: Machine
+    cta: int
+    registers: dict[str, Lanes] = field(default_factory=dict)
+    answer: bool = False
+    current: list[Any] = field(default_factory=list)
+    groups: list[list[Any]] = field(default_factory=list)
+
+    # ----- operands -----
+
+    def read(self, operand: Any, kind: type = U32) -> Lanes:
+        if isinstance(operand, str):
+            found = self.registers.get(operand)
+            if found is not None:
+                return found
+            if operand == "%tid.x":
+                return (_LANES + 32 * self.index).astype(U32)
+            if operand == "%ctaid.x":
+                return np.full(32, self.cta, U32)
+            if operand == "__dynamic_shmem__0" or operand.startswith("__"):
+                return np.zeros(32, kind)
+            if operand.startswith("0f"):
+                return np.full(32, int(operand[2:], 16), U32)
+            value = int(operand, 0)
+            return np.full(32, value & (0xFFFFFFFFFFFFFFFF if kind is U64 else 0xFFFFFFFF), kind)
+        raise TypeError(operand)
+
+    def write(self, name: str, value: Lanes, mask: Lanes | None) -> None:
+        if mask is None or name not in self.registers:
+            self.registers[name] = value
+        else:
+            self.registers[name] = np.where(mask, value, self.registers[name])
+
+    def floats(self, operand: Any) -> Lanes:
+        return self.read(operand).astype(U32).view(F32)
+
+    def signed(self, operand: Any) -> Lanes:
+        return self.read(operand).astype(U32).view(np.int32)
+
+    # ----- control -----
+
+    def run(self) -> Iterator[tuple[str, Lanes | None]]:
+        """Yields at barriers; ("or", predicate) for a reduction, whose result comes back in
+        ``self.answer``.
+        """
+        pcs = np.zeros(32, np.int64)
+        pc, end = 0, len(self.code)
+        uniform = True
+        while True:
+            if uniform:
+                mask = None
+            else:
+                pc = int(pcs.min())
+                mask = pcs == pc
+            if pc >= end:
+                return
+            step = self.code[pc]
+            active = mask
+            if step.guard is not None:
+                taken = self.registers[step.guard].astype(bool)
+                if step.negated:
+                    taken = ~taken
+                active = taken if mask is None else (taken & mask)
+            name = step.name
+            self.machine.executed += 1
+            if name.startswith("bra"):
+                if active is None or active.all():
+                    if uniform:
+                        pc = step.target
+                    else:
+                        pcs[:] = step.target
+                        uniform, pc = True, step.target
+                    continue
+                if uniform:
+                    if not active.any():
+                        pc += 1
+                        continue
+                    pcs[:] = pc + 1
+                    pcs[active] = step.target
+                    uniform = False
+                else:
+                    pcs[mask] = pc + 1
+                    pcs[active] = step.target
+                    if (pcs == pcs[0]).all():
+                        uniform, pc = True, int(pcs[0])
+                continue
+            if name in ("ret", "exit"):
+                if uniform:
+                    return
+                pcs[mask] = end
+                continue
+            if name == "bar.sync":
+                assert uniform, "a barrier in divergent code"
+                yield ("sync", None)
+            elif name == "bar.red.or.pred":
+                yield ("or", self.registers[step.operands[2]])
+                self.write(step.operands[0], np.full(32, self.answer), None)
+            elif active is None or active.any():
+                self.execute(name, step.operands, active)
+            if uniform:
+                pc += 1
+            else:
+                pcs[mask] = pc + 1
+                if (pcs == pcs[0]).all():
+                    uniform, pc = True, int(pcs[0])
+
+    # ----- instructions -----
+
+    def execute(self, name: str, o: list[Any], mask: Lanes | None) -> None:
+        parts = name.split(".")
+        op, kind = parts[0], parts[-1]
+        handler: Callable[..., None] | None = getattr(self, f"do_{op}", None)
+        if handler is None:
+            raise NotImplementedError(name)
+        handler(name, parts, kind, o, mask)
+
+    def do_mov(self, name: str, parts: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        if isinstance(o[0], list):
+            value = self.read(o[1])
+            width = 32 // len(o[0])
+            for i, part in enumerate(o[0]):
+                bits = (value >> U32(width * i)) & U32((1 << width) - 1)
+                self.write(part, bits, mask)
+            return
+        wide = U64 if kind in ("b64", "u64") else U32
+        if kind == "pred":
+            known = self.registers.get(o[1])
+            self.write(o[0], np.full(32, bool(int(o[1]))) if known is None else known, mask)
+            return
+        self.write(o[0], self.read(o[1], wide), mask)
+
+    def _integer(self, kind: str, operand: Any) -> Lanes:
+        if kind in ("s32",):
+            return self.signed(operand).astype(np.int64)
+        if kind in ("u32", "b32"):
+            return self.read(operand).astype(np.int64)
+        if kind == "s64":
+            return self.read(operand, U64).view(np.int64)
+        return self.read(operand, U64)
+
+    def _put(self, kind: str, name: str, value: Lanes, mask: Any) -> None:
+        if kind.endswith("32"):
+            self.write(name, (value.astype(np.int64) & 0xFFFFFFFF).astype(U32), mask)
+        else:
+            self.write(
+                name, value.astype(U64) if value.dtype != np.int64 else value.view(U64), mask
+            )
+
+    def _two(self, name: str, kind: str, o: list[Any], mask: Any, integer: Any, real: Any) -> None:
+        if kind == "f32":
+            with np.errstate(all="ignore"):
+                value = real(self.floats(o[1]), self.floats(o[2])).astype(F32)
+            self.write(o[0], value.view(U32), mask)
+        elif kind == "pred":
+            self.write(o[0], integer(self.registers[o[1]], self.registers[o[2]]), mask)
+        elif kind.endswith("64"):
+            a, b = self.read(o[1], U64), self.read(o[2], U64)
+            with np.errstate(all="ignore"):
+                self.write(o[0], integer(a, b).astype(U64), mask)
+        else:
+            self._put(
+                kind, o[0], integer(self._integer(kind, o[1]), self._integer(kind, o[2])), mask
+            )
+
+    def do_add(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        self._two(n, kind, o, mask, lambda a, b: a + b, lambda a, b: a + b)
+
+    def do_sub(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        self._two(n, kind, o, mask, lambda a, b: a - b, lambda a, b: a - b)
+
+    def do_and(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        self._two(n, kind, o, mask, lambda a, b: a & b, None)
+
+    def do_or(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        self._two(n, kind, o, mask, lambda a, b: a | b, None)
+
+    def do_xor(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        self._two(n, kind, o, mask, lambda a, b: a ^ b, None)
+
+    def do_max(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        self._two(n, kind, o, mask, np.maximum, np.fmax)
+
+    def do_min(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        if "relu" in p:
+            self._two(n, kind, o, mask, lambda a, b: np.maximum(np.minimum(a, b), 0), None)
+        else:
+            self._two(n, kind, o, mask, np.minimum, np.fmin)
+
+    def do_not(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        if kind == "pred":
+            self.write(o[0], ~self.registers[o[1]].astype(bool), mask)
+        else:
+            self.write(o[0], ~self.read(o[1]), mask)
+
+    def do_neg(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        if kind == "f32":
+            self.write(o[0], (-self.floats(o[1])).view(U32), mask)
+        else:
+            self._put(kind, o[0], -self._integer(kind, o[1]), mask)
+
+    def do_mul(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        if kind == "f16x2":
+            a = np.ascontiguousarray(self.read(o[1])).view(np.float16)
+            b = np.ascontiguousarray(self.read(o[2])).view(np.float16)
+            with np.errstate(all="ignore"):
+                self.write(o[0], (a * b).view(U32), mask)
+        elif "wide" in p:
+            value = self._integer(kind, o[1]) * self._integer(kind, o[2])
+            self.write(o[0], value.view(U64), mask)
+        elif "hi" in p:
+            value = self.read(o[1]).astype(U64) * self.read(o[2]).astype(U64)
+            self.write(o[0], (value >> U64(32)).astype(U32), mask)
+        else:
+            self._two(n, kind, o, mask, lambda a, b: a * b, lambda a, b: a * b)
+
+    def do_mad(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        if "wide" in p:
+            value = self._integer(kind, o[1]) * self._integer(kind, o[2])
+            self.write(o[0], value.view(U64) + self.read(o[3], U64), mask)
+        elif kind.endswith("64"):
+            with np.errstate(all="ignore"):
+                value = self.read(o[1], U64) * self.read(o[2], U64) + self.read(o[3], U64)
+            self.write(o[0], value, mask)
+        else:
+            value = self._integer(kind, o[1]) * self._integer(kind, o[2]) + self._integer(
+                kind, o[3]
+            )
+            self._put(kind, o[0], value, mask)
+
+    def do_div(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        a, b = self._integer(kind, o[1]), self._integer(kind, o[2])
+        b = np.where(b == 0, 1, b)
+        self._put(kind, o[0], np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b)), mask)
+
+    def do_rem(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        a, b = self._integer(kind, o[1]), self._integer(kind, o[2])
+        b = np.where(b == 0, 1, b)
+        self._put(kind, o[0], np.sign(a) * (np.abs(a) % np.abs(b)), mask)
+
+    def do_shl(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        by = self.read(o[2]).astype(U64)
+        value = self.read(o[1], U64).astype(U64) << np.minimum(by, U64(63))
+        self.write(o[0], value if kind.endswith("64") else value.astype(U32), mask)
+
+    def do_shr(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        by = np.minimum(self.read(o[2]).astype(np.int64), 63)
+        if kind == "s32":
+            self._put(kind, o[0], self.signed(o[1]).astype(np.int64) >> by, mask)
+        elif kind.endswith("32"):
+            self._put(kind, o[0], self.read(o[1]).astype(np.int64) >> by, mask)
+        else:
+            self.write(o[0], self.read(o[1], U64) >> by.astype(U64), mask)
+
+    def do_selp(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        wide = U64 if kind.endswith("64") else U32
+        value = np.where(
+            self.registers[o[3]].astype(bool), self.read(o[1], wide), self.read(o[2], wide)
+        )
+        self.write(o[0], value, mask)
+
+    def do_setp(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        how = p[1]
+        if kind == "f32":
+            a, b = self.floats(o[1]), self.floats(o[2])
+        else:
+            a, b = self._integer(kind, o[1]), self._integer(kind, o[2])
+        with np.errstate(all="ignore"):
+            value = {
+                "eq": lambda: a == b,
+                "ne": lambda: a != b,
+                "neu": lambda: a != b,
+                "lt": lambda: a < b,
+                "le": lambda: a <= b,
+                "gt": lambda: a > b,
+                "ge": lambda: a >= b,
+                "nan": lambda: np.isnan(a) | np.isnan(b),
+            }[how]()
+        self.write(o[0], value, mask)
+
+    def do_lop3(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        assert int(o[4], 0) == 0xEA
+        self.write(o[0], (self.read(o[1]) & self.read(o[2])) | self.read(o[3]), mask)
+
+    def do_prmt(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        both = self.read(o[1]).astype(U64) | (self.read(o[2]).astype(U64) << U64(32))
+        selector = int(o[3], 0)
+        value = np.zeros(32, U32)
+        for i in range(4):
+            byte = (selector >> (4 * i)) & 15
+            assert byte < 8
+            value |= ((both >> U64(8 * byte)) & U64(255)).astype(U32) << U32(8 * i)
+        self.write(o[0], value, mask)
+
+    def do_popc(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        raw = np.ascontiguousarray(self.read(o[1]).astype(U32)).view(np.uint8).reshape(32, 4)
+        self.write(o[0], np.unpackbits(raw, axis=1).sum(1).astype(U32), mask)
+
+    def do_fma(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        a, b, c = (self.floats(x).astype(np.float64) for x in o[1:4])
+        with np.errstate(all="ignore"):
+            value = a * b + c
+            if "rm" in p:
+                value = np.floor(value)  # used where a unit is the last place
+            if "sat" in p:
+                value = np.where(np.isnan(value), 0, np.clip(value, 0, 1))
+            self.write(o[0], value.astype(F32).view(U32), mask)
+
+    def do_ex2(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        with np.errstate(all="ignore"):
+            self.write(o[0], np.exp2(self.floats(o[1])).astype(F32).view(U32), mask)
+
+    def do_rcp(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        with np.errstate(all="ignore"):
+            self.write(o[0], (F32(1) / self.floats(o[1])).view(U32), mask)
+
+    def do_cvt(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        if n == "cvt.rn.bf16x2.f32":
+            pair = [
+                torch.from_numpy(self.floats(x).copy()).bfloat16().view(torch.int16) for x in o[1:]
+            ]
+            high, low = (x.numpy().view(np.uint16).astype(U32) for x in pair)
+            self.write(o[0], low | (high << U32(16)), mask)
+        elif n == "cvt.rn.f16x2.f32":
+            with np.errstate(all="ignore"):
+                high, low = (
+                    self.floats(x).astype(np.float16).view(np.uint16).astype(U32) for x in o[1:]
+                )
+            self.write(o[0], low | (high << U32(16)), mask)
+        elif n == "cvt.rn.f16x2.e4m3x2":
+            value = self.read(o[1])
+            low, high = (_E4M3[(value >> U32(s)) & U32(255)].astype(U32) for s in (0, 8))
+            self.write(o[0], low | (high << U32(16)), mask)
+        elif n == "cvt.rn.f16x2.e2m1x2":
+            value = self.read(o[1])
+            low, high = (_E2M1[(value >> U32(s)) & U32(15)].astype(U32) for s in (0, 4))
+            self.write(o[0], low | (high << U32(16)), mask)
+        elif n == "cvt.s64.s32":
+            self.write(o[0], self.signed(o[1]).astype(np.int64).view(U64), mask)
+        elif n == "cvt.u64.u32":
+            self.write(o[0], self.read(o[1]).astype(U64), mask)
+        elif n == "cvt.u32.u64":
+            self.write(o[0], self.read(o[1], U64).astype(U32), mask)
+        else:
+            raise NotImplementedError(n)
+
+    # ----- lanes -----
+
+    def do_shfl(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        assert mask is None, "a shuffle in divergent code"
+        value = self.read(o[1])
+        by = self.read(o[2]).astype(np.int64)
+        source = {"up": _LANES - by, "bfly": _LANES ^ by, "idx": by & 31}[p[2]]
+        source = np.where(source < 0, _LANES, source)
+        self.write(o[0], value[source], mask)
+
+    def do_vote(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        self.write(o[0], np.full(32, self.registers[o[1]].any()), mask)
+
+    def do_redux(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        self._put("s32", o[0], np.full(32, self.signed(o[1]).astype(np.int64).sum()), mask)
+
+    def do_bar(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        assert n == "bar.warp.sync" and mask is None
+
+    def do_griddepcontrol(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        pass
+
+    def do_mma(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        assert mask is None
+        f16 = ".f16.f16." in n
+        rows, quad = _LANES >> 2, _LANES & 3
+
+        def halves(register: str) -> np.ndarray:
+            raw = np.ascontiguousarray(self.read(register).astype(U32))
+            if f16:
+                return raw.view(np.float16).reshape(32, 2).astype(F32)
+            pair = raw.view(np.uint16).reshape(32, 2).astype(U32) << U32(16)
+            return pair.view(F32)
+
+        a, b = np.zeros((16, 16), F32), np.zeros((16, 8), F32)
+        for i, register in enumerate(o[1]):
+            for e in range(2):
+                a[rows + 8 * (i % 2), 2 * quad + e + 8 * (i // 2)] = halves(register)[:, e]
+        for i, register in enumerate(o[2]):
+            for e in range(2):
+                b[2 * quad + e + 8 * i, rows] = halves(register)[:, e]
+        with np.errstate(all="ignore"):
+            c = (a.astype(np.float64) @ b.astype(np.float64)).astype(F32)
+            for i, (out, old) in enumerate(zip(o[0], o[3], strict=True)):
+                value = self.floats(old) + c[rows + 8 * (i // 2), 2 * quad + i % 2]
+                self.write(out, value.astype(F32).view(U32), mask)
+
+    # ----- memory -----
+
+    def _address(self, operand: Any, wide: bool) -> Lanes:
+        base, offset = operand
+        kind = U64 if wide else U32
+        return self.read(base, kind) + kind(offset)
+
+    def _bytes(self, space: str, addresses: Lanes, size: int) -> tuple[np.ndarray, np.ndarray]:
+        assert not (addresses % size).any(), f"misaligned {space} access of {size} bytes"
+        if space == "shared":
+            assert int(addresses.max()) + size <= self.machine.shared.size
+            return self.machine.shared, addresses.astype(np.int64)
+        return self.machine.memory.find(addresses, size)
+
+    def do_ld(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        count = int(p[2][1:]) if p[2].startswith("v") else 1
+        width = int(re.sub(r"\D", "", kind)) // 8
+        names = o[0] if isinstance(o[0], list) else [o[0]]
+        register = U64 if width == 8 else U32
+        if p[1] == "param":
+            base, offset = o[1]
+            raw = self.machine.parameters[base]
+            for i, name in enumerate(names):
+                piece = raw[offset + i * width : offset + (i + 1) * width]
+                value = int.from_bytes(piece, "little")
+                self.write(name, np.full(32, value, register), mask)
+            return
+        live = np.ones(32, bool) if mask is None else mask
+        addresses = self._address(o[1], p[1] == "global")[live]
+        raw, at = self._bytes(p[1], addresses, count * width)
+        for i, name in enumerate(names):
+            found = raw[at[:, None] + i * width + np.arange(width)]
+            padded = np.zeros((found.shape[0], 8 if width == 8 else 4), np.uint8)
+            padded[:, :width] = found
+            value = np.zeros(32, register)
+            value[live] = padded.view(register)[:, 0]
+            self.write(name, value, mask)
+
+    def do_st(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        count = int(p[2][1:]) if p[2].startswith("v") else 1
+        width = int(re.sub(r"\D", "", kind)) // 8
+        names = o[1] if isinstance(o[1], list) else [o[1]]
+        register = U64 if width == 8 else U32
+        live = np.ones(32, bool) if mask is None else mask
+        addresses = self._address(o[0], p[1] == "global")[live]
+        raw, at = self._bytes(p[1], addresses, count * width)
+        for i, name in enumerate(names):
+            value = np.ascontiguousarray(self.read(name, register).astype(register)[live])
+            raw[at[:, None] + i * width + np.arange(width)] = value.view(np.uint8).reshape(
+                -1, width
+            )
+
+    def do_red(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        live = np.ones(32, bool) if mask is None else mask
+        words = self.machine.shared.view(U32)
+        at = (self._address(o[0], False)[live] // 4).astype(np.int64)
+        value = self.read(o[1]).astype(U32)[live]
+        (np.bitwise_or if p[2] == "or" else np.add).at(words, at, value)
+
+    def do_cp(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        if "commit_group" in n:
+            self.groups.append(self.current)
+            self.current = []
+        elif "wait_group" in n:
+            keep = int(o[0])
+            while len(self.groups) > keep:
+                for target, data in self.groups.pop(0):
+                    self.machine.shared[target] = data
+        else:
+            size = int(o[2])
+            live = np.ones(32, bool) if mask is None else mask
+            targets = self._address(o[0], False)
+            sources = self._address(o[1], True)
+            real = live & (self.read(o[3]) != 0) if len(o) > 3 else live
+            data = np.zeros((32, size), np.uint8)
+            if real.any():
+                raw, at = self._bytes("global", sources[real], size)
+                data[real] = raw[at[:, None] + np.arange(size)]
+            _, place = self._bytes("shared", targets[live], size)
+            where = place[:, None] + np.arange(size)
+            if self.machine.eager:
+                self.machine.shared[where] = data[live]
+            else:
+                self.current.append((where, data[live]))
+
+
+def _half_bits(values: torch.Tensor) -> np.ndarray:
+    return values.half().numpy().view(np.uint16)
+
+
+_E4M3 = _half_bits(torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn))
+_E2M1 = _half_bits(torch.tensor(E2M1 + tuple(-x for x in E2M1)))
+
+
+class Machine:
+    """One kernel with its parameters in place."""
+
+    def __init__(
+        self, ptx: str, entry: str, memory: Memory, arguments: list[bytes], shared: int, eager: bool
+    ) -> None:
+        self.code, names = parse(ptx, entry)
+        assert len(names) == len(arguments), (len(names), len(arguments))
+        self.parameters = dict(zip(names, arguments, strict=True))
+        self.memory = memory
+        self.eager = eager
+        self.shared = np.zeros(shared, np.uint8)
+        self.executed = 0
+
+    def run(self, ctas: int, threads: int) -> None:
+        for cta in range(ctas):
+            self.shared[:] = 0xFF
+            warps = [_Warp(i, self.code, self, cta) for i in range(threads // 32)]
+            flows = [warp.run() for warp in warps]
+            while True:
+                events = [next(flow, None) for flow in flows]
+                if all(event is None for event in events):
+                    break
+                assert all(event is not None for event in events), "some warps wait for ever"
+                reduced = [event[1] for event in events if event is not None and event[0] == "or"]
+                assert len(reduced) in (0, len(warps))
+                answer = any(bool(value.any()) for value in reduced)
+                for warp in warps:
+                    warp.answer = answer

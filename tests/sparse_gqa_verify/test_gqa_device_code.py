@@ -1,0 +1,142 @@
+"""The compiled device code itself, run on a CPU by :mod:`ptx_machine`: indices, fragments, masks,
+splits, merge and gate.
+
+A CPU cannot show what only a GPU does: races, the exact rounding of ``ex2.approx``, timing.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from specplan.kernels.sparse_gqa_verify import cases
+from specplan.kernels.sparse_gqa_verify.reference import VScaleOrder
+from specplan.plans.plan import Plan
+from specplan.plans.sparse_gqa_verify import Launch, groups
+
+pytest.importorskip("cutlass")
+from ptx_machine import Machine, Memory
+
+PROBLEM = {"q_heads": 12, "kv_heads": 1, "head_dim": 256, "page_size": 64, "selected": 131}
+
+
+def _compile(plan: Plan, folder: Path) -> str:
+    from cutlass import cute
+    from specplan.kernels.sparse_gqa_verify.kernel import lower
+
+    function, arguments = lower(plan)
+    options = f"--enable-tvm-ffi --gpu-arch {plan.arch} --keep-ptx --dump-dir {folder}"
+    cute.compile(function, *arguments, options=options)
+    (ptx,) = folder.rglob("*.ptx")
+    return ptx.read_text()
+
+
+def _tensor(memory: Memory, tensor: torch.Tensor, dims: int) -> bytes:
+    """A tensor as the compiled kernels take it: address, the sizes that are not fixed, their
+    strides.
+    """
+    shape = b"".join(struct.pack("<q", tensor.shape[d]) for d in range(dims))
+    strides = b"".join(struct.pack("<q", tensor.stride(d)) for d in range(dims))
+    return struct.pack("<Q", memory.place(tensor)) + shape + strides
+
+
+def _run(ptx: str, dtype: str, case: cases.GqaCase, launch: Launch, eager: bool) -> None:
+    from specplan.kernels.sparse_gqa_verify.kernel import MERGE_THREADS, THREADS, Form
+
+    inputs, memory = case.inputs, Memory()
+
+    def whole(value: int) -> bytes:
+        return struct.pack("<i", value)
+
+    def vector(given: torch.Tensor | None) -> bytes:
+        return _tensor(memory, inputs.request_indices if given is None else given, 1)
+
+    nvfp4 = dtype == "nvfp4"
+    scales = (inputs.k_block_scales, inputs.v_block_scales) if nvfp4 else (inputs.k_cache,) * 2
+    space = struct.pack("<Qq", memory.place(case.workspace), case.words)
+    scalars = [struct.pack("<Q", memory.place(s)) for s in (inputs.k_scale, inputs.v_scale)]
+    gate = inputs.q if inputs.output_gate is None else inputs.output_gate
+    numbers = [
+        whole(x) for x in (launch.tokens, launch.group_rows, launch.splits, launch.whole_units)
+    ]
+    gated = whole(inputs.output_gate is not None)
+    q, out, gates = (_tensor(memory, t, 2) for t in (inputs.q, case.out, gate))
+    cache = _tensor(memory, inputs.k_cache, 3)
+    arguments = [
+        q,
+        cache,
+        _tensor(memory, inputs.v_cache, 3),
+        *[_tensor(memory, s, 3) for s in scales],
+        *([space] * 2 if dtype == "bf16" else scalars),
+        _tensor(memory, inputs.block_table, 2),
+        _tensor(memory, inputs.selected_tokens, 2),
+        vector(None),
+        vector(inputs.valid_count),
+        vector(inputs.query_positions),
+        gates,
+        out,
+        space,
+        struct.pack("<f", inputs.softmax_scale),
+        whole(inputs.valid_count is not None),
+        whole(inputs.query_positions is not None),
+        gated,
+        whole(inputs.v_scale_order is VScaleOrder.INTERLEAVED),
+        *numbers,
+    ]
+    rows, heads, _ = inputs.q.shape
+    kv_heads = inputs.k_cache.shape[1]
+    tail = groups(rows // launch.tokens, launch.tokens, launch.group_rows) * kv_heads
+    tail -= launch.whole_units
+    m_tiles = -(-launch.group_rows * heads // kv_heads // 16)
+    shared = Form(dtype, m_tiles, False).smem_bytes
+    attend = Machine(ptx, "_attend", memory, arguments, shared, eager)
+    attend.run(launch.whole_units + tail * launch.splits, THREADS)
+    if launch.splits > 1:
+        arguments = [q, cache, gates, out, space, gated, *numbers]
+        merge = Machine(ptx, "_merge", memory, arguments, 4096, eager)
+        merge.run(tail * launch.group_rows * heads // kv_heads, MERGE_THREADS)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "arch", "requests", "tokens", "launch"),
+    [
+        ("bf16", "sm_90a", 1, 1, Launch(1, 1, 1, 1)),
+        ("fp8_e4m3", "sm_90a", 1, 1, Launch(1, 1, 2, 0)),
+        ("nvfp4", "sm_90a", 1, 4, Launch(4, 4, 2, 0)),
+        ("nvfp4", "sm_100a", 2, 1, Launch(1, 1, 2, 1)),
+    ],
+)
+def test_device_code_computes_the_reference(
+    dtype: str, arch: str, requests: int, tokens: int, launch: Launch, tmp_path: Path
+) -> None:
+    m_tiles = -(-launch.group_rows * 12 // 16)
+    name = "sparse_gqa_verify"
+    ptx = _compile(Plan(name, name, arch, (("dtype", dtype), ("m_tiles", m_tiles))), tmp_path)
+    checks = cases.checks(PROBLEM, requests, tokens, launch.splits, dtype, "cpu")
+    for number, case in enumerate(checks):
+        for eager in (False, True) if launch.group_rows == 1 else (False,):
+            case.refill(number + 1)
+            expected = case.expect()
+            _run(ptx, dtype, case, launch, eager)
+            for found in case.compare(expected):
+                assert found.error <= found.bound, (case.name, found)
+
+
+def test_nan_in_v_reaches_the_rows_that_list_it_and_no_others(tmp_path: Path) -> None:
+    name = "sparse_gqa_verify"
+    spec = (("dtype", "bf16"), ("m_tiles", 3))
+    ptx = _compile(Plan(name, name, "sm_90a", spec), tmp_path)
+    case = next(cases.checks(PROBLEM, 1, 4, 1, "bf16", "cpu"))
+    inputs = case.inputs
+    lists = [set(row.tolist()) for row in inputs.selected_tokens]
+    token = min(t for t in lists[0] - lists[1] if t >= 0)
+    page = inputs.block_table[0, token // PROBLEM["page_size"]]
+    inputs.v_cache[page, :, token % PROBLEM["page_size"]] = torch.nan
+    wanted = case.expect().out
+    _run(ptx, "bf16", case, Launch(4, 4, 1, 1), False)
+    listing = torch.tensor([token in chosen for chosen in lists])
+    assert case.out[listing].isnan().all() and wanted[listing].isnan().all()
+    difference = case.out[~listing].float() - wanted[~listing].float()
+    assert difference.norm() < cases.RELATIVE_L2 * wanted[~listing].float().norm()

@@ -1,0 +1,98 @@
+"""The planning rule: pure, bounded, and the table that it must give on 132 SMs."""
+
+from __future__ import annotations
+
+import pytest
+from specplan.plans.arch import Arch
+from specplan.plans.sparse_gqa_verify import (
+    FAMILY,
+    MAX_M_TILES,
+    MAX_SPLITS,
+    RESIDENT,
+    choose,
+    groups,
+    workspace_words,
+)
+
+H200 = Arch("sm_90a", (9, 0), 132, 233472, 232448, "NVIDIA H200")
+MODEL = {"q_heads": 24, "kv_heads": 2, "head_dim": 256, "page_size": 32, "selected": 2051}
+PROBLEMS = [
+    MODEL,
+    {**MODEL, "q_heads": 12, "kv_heads": 1},
+    {**MODEL, "q_heads": 6, "kv_heads": 1},
+    {**MODEL, "q_heads": 3, "kv_heads": 1, "page_size": 64},
+    {**MODEL, "q_heads": 16},
+]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("sms", [132, 148])
+def test_every_cell_has_a_launch_that_covers_its_units(problem: dict[str, int], sms: int) -> None:
+    arch = Arch("sm_90a", (9, 0), sms, 233472, 232448, "any")
+    assert FAMILY.check_problem(problem) is None
+    for requests in range(1, 257):
+        for tokens in range(1, 9):
+            launch = choose(problem, requests, tokens, arch)
+            units = groups(requests, tokens, launch.group_rows) * problem["kv_heads"]
+            assert 1 <= launch.group_rows <= tokens
+            assert 1 <= launch.splits <= MAX_SPLITS
+            assert 0 <= launch.whole_units <= units
+            if launch.splits == 1:
+                assert launch.whole_units == units
+            elif launch.whole_units:
+                assert launch.whole_units % (sms * RESIDENT) == 0
+                assert (units - launch.whole_units) * launch.splits <= sms * RESIDENT
+            else:
+                assert units * launch.splits <= sms * RESIDENT
+            (plan,) = FAMILY.plans(problem, requests, tokens, launch.splits, "bf16", arch)
+            assert 1 <= plan.int("m_tiles") <= MAX_M_TILES
+            assert plan.int("splits") == launch.splits
+
+
+def test_few_device_functions_serve_all_cells() -> None:
+    symbols = {
+        FAMILY.plans(problem, requests, tokens, splits, dtype, H200)[0].symbol
+        for problem in PROBLEMS
+        for requests in (1, 2, 4, 16, 64, 256)
+        for tokens in range(1, 9)
+        for splits in (1, 2, 4, 8, 16)
+        for dtype in FAMILY.dtypes
+    }
+    assert len(symbols) <= 9
+
+
+def test_all_three_variants_are_reached() -> None:
+    kinds = set()
+    for requests in range(1, 257):
+        for tokens in range(1, 9):
+            launch = choose(MODEL, requests, tokens, H200)
+            last_wave = launch.splits > 1 and launch.whole_units > 0
+            kinds.add("last wave" if last_wave else "one" if launch.splits == 1 else "all")
+    assert kinds == {"one", "all", "last wave"}
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4, 8, 16])
+def test_forced_splits_are_kept(splits: int) -> None:
+    (plan,) = FAMILY.plans(MODEL, 16, 4, splits, "nvfp4", H200)
+    assert plan.int("splits") == splits
+    units = groups(16, 4, plan.int("group_rows")) * 2
+    if splits != FAMILY.splits(MODEL, 16, 4, "nvfp4", H200):
+        assert plan.int("whole_units") == (units if splits == 1 else 0)
+
+
+def test_splits_out_of_range_are_refused() -> None:
+    for splits in (0, MAX_SPLITS + 1):
+        with pytest.raises(ValueError, match="splits"):
+            FAMILY.plans(MODEL, 1, 1, splits, "bf16", H200)
+
+
+def test_problems_that_do_not_fit() -> None:
+    assert "multiple" in str(FAMILY.check_problem({**MODEL, "q_heads": 25}))
+    assert "at most" in str(FAMILY.check_problem({**MODEL, "q_heads": 64}))
+    assert "page_size" in str(FAMILY.check_problem({**MODEL, "page_size": 30}))
+
+
+def test_workspace_is_empty_only_without_splits() -> None:
+    assert workspace_words(MODEL, 256, 4, 4, 1, 512) == 0
+    # A unit of 4 rows x 12 heads in 8 splits, each row 256 sums and 4 more words.
+    assert workspace_words(MODEL, 3, 4, 4, 8, 2) == 4 * 8 * 48 * 260
