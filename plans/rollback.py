@@ -170,6 +170,11 @@ class Layout:
         return [list(astuple(each)) for each in self.planes]
 
     @cached_property
+    def table_values(self) -> int:
+        """Elements of the plane table."""
+        return len(self.planes) * PLANE_FIELDS
+
+    @cached_property
     def key(self) -> tuple[int, ...] | None:
         """The values of :attr:`geometry`, for look-ups."""
         return None if self.geometry is None else tuple(self.geometry.values())

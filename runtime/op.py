@@ -42,7 +42,7 @@ class Op:
         self._pack = pack
         # What calls came to so far, by whatever the op reads off its arguments: a compiled
         # function, or the reason why not.
-        self._picked: dict[tuple[int, ...], Any] = {}
+        self._picked: dict[tuple[Any, ...], Any] = {}
 
     @classmethod
     def idle_arguments(cls, plan: PlanRecord, device: torch.device) -> tuple[Any, ...]:
@@ -109,7 +109,7 @@ class Op:
 
     def _resolve(
         self,
-        key: tuple[int, ...],
+        key: tuple[Any, ...],
         device: int,
         geometry: tuple[int, ...],
         dtype: str,
@@ -120,6 +120,21 @@ class Op:
         """What a first call of its kind comes to: the compiled function, remembered under ``key``,
         or an Uncertified.
         """
+        picked = self._chosen(device, geometry, dtype, requests, tokens, splits)
+        if isinstance(picked, Uncertified):
+            return picked
+        return self._remember(key, picked.function)
+
+    def _chosen(
+        self,
+        device: int,
+        geometry: tuple[int, ...],
+        dtype: str,
+        requests: int,
+        tokens: int,
+        splits: int | None = None,
+    ) -> Picked | Uncertified:
+        """The plan of a call on a device, with its code loaded there, or why there is none."""
         try:
             requests, tokens = index(requests), index(tokens)
         except TypeError as error:
@@ -140,13 +155,16 @@ class Op:
         picked = self._pack._pick(
             self.family, self.op, arch_pack, geometry, dtype, requests, tokens, splits
         )
-        if isinstance(picked, Uncertified):
-            return picked
-        self._pack._prepare(device, self.family)
+        if not isinstance(picked, Uncertified):
+            self._pack._prepare(device, self.family)
+        return picked
+
+    def _remember(self, key: tuple[Any, ...], value: Any) -> Any:
+        """Keep what calls with this key come to; returns the value."""
         if len(self._picked) >= MOST_REMEMBERED:
             self._picked.clear()
-        self._picked[key] = picked.function
-        return picked.function
+        self._picked[key] = value
+        return value
 
     def _declined(self, reason: Reason, detail: str, device: int = -1) -> Uncertified:
         pack = self._pack._of_device(device) if device >= 0 else None

@@ -102,11 +102,6 @@ def _upload(table: list[list[int]], device: torch.device) -> torch.Tensor:
 class _RollbackOp(Op):
     family = "rollback"
 
-    def __init__(self, pack: Pack) -> None:
-        super().__init__(pack)
-        # The compiled function with its splits and overlap, by what a call reads off its arguments.
-        self._admitted: dict[tuple[Any, ...], tuple[Any, int, int]] = {}
-
     def _admit(
         self,
         layout: Layout,
@@ -119,23 +114,26 @@ class _RollbackOp(Op):
         or an Uncertified.
         """
         try:
-            key = (pages.get_device(), layout.key, pages.size(0), tokens, pages.dtype)
-            found = self._admitted.get(key)
+            # The compiled module refuses pages and tables of other ranks, so counts are enough.
+            rows = pages.numel()
+            key = (pages.get_device(), layout.key, rows, tokens, pages.dtype)
+            found = self._picked.get(key)
             if found is None:
                 found = self._first(key)
                 if not found:
                     return found
+            held, width = old.shape
             if (
-                old.size(0) >= key[2]
-                and old.size(1) >= layout.record_bytes
-                and planes.size(0) == len(layout.planes)
+                held >= rows
+                and width >= layout.record_bytes
+                and planes.numel() == layout.table_values
             ):
                 return found
         except SHAPE_ERRORS as error:
             return self._refused(error)
         return self._declined(
             Reason.RANGE,
-            f"{key[2]} rows of {len(layout.planes)} planes take records of {layout.record_bytes} "
+            f"{rows} rows of {len(layout.planes)} planes take records of {layout.record_bytes} "
             f"bytes; "
             f"the snapshot is {tuple(old.shape)}, the plane table {tuple(planes.shape)}",
             key[0],
@@ -154,18 +152,11 @@ class _RollbackOp(Op):
             )
         # Ragged rows run the plan of the full batch.
         requests = -(-rows // tokens)
-        function = self._resolve(key, device, geometry, _INDEX[dtype], requests, tokens)
-        arch_pack = self._pack._of_device(device)
-        if not function or arch_pack is None:
-            return function
-        picked = self._pack._pick(
-            self.family, self.op, arch_pack, geometry, _INDEX[dtype], requests, tokens, None
-        )
+        picked = self._chosen(device, geometry, _INDEX[dtype], requests, tokens)
         if isinstance(picked, Uncertified):
             return picked
-        found = (function, picked.launch["splits"], picked.launch["overlap"])
-        self._admitted[key] = found
-        return found
+        launch = picked.launch
+        return self._remember(key, (picked.function, launch["splits"], launch["overlap"]))
 
     def _launch(self, function: Any, arguments: tuple[Any, ...]) -> bool | Uncertified:
         try:
@@ -448,21 +439,22 @@ class Commit(_RollbackOp):
             return found
         device = pages.get_device()
         try:
-            rows, requests = pages.size(0), accepted.size(0)
+            rows, requests = pages.numel(), accepted.numel()
             listed = row_requests is not None
             wrong = None
             if listed != (row_ordinals is not None):
                 wrong = "row_requests and row_ordinals are given together or not at all"
-            elif listed and min(row_requests.size(0), row_ordinals.size(0)) < rows:  # type: ignore[union-attr]
+            elif listed and min(row_requests.numel(), row_ordinals.numel()) < rows:  # type: ignore[union-attr]
                 wrong = f"the row lists are shorter than the {rows} rows"
             elif not listed and rows != requests * tokens:
                 wrong = f"{rows} rows are not {tokens} tokens of {requests} requests; list them"
             elif slots is None and (states is not None or cursors is not None):
                 wrong = "staged states and cursors need slots"
-            elif slots is not None and slots.size(0) != requests:
-                wrong = f"{slots.size(0)} slots for {requests} requests"
-            elif states is not None and states.size(0) > plan.MAX_STATES:
-                wrong = f"{states.size(0)} staged states, at most {plan.MAX_STATES} fit one launch"
+            elif slots is not None and slots.numel() != requests:
+                wrong = f"{slots.numel()} slots for {requests} requests"
+            elif states is not None and states.numel() > plan.MAX_STATES * plan.STATE_FIELDS:
+                count = states.numel() // plan.STATE_FIELDS
+                wrong = f"{count} staged states, at most {plan.MAX_STATES} fit one launch"
         except SHAPE_ERRORS as error:
             return self._refused(error, device)
         if wrong is not None:
@@ -537,7 +529,7 @@ class Rollback:
 
 
 def _no_rows(pages: torch.Tensor) -> bool:
-    return isinstance(pages, torch.Tensor) and pages.shape[:1] == (0,)
+    return isinstance(pages, torch.Tensor) and pages.numel() == 0
 
 
 def _nothing() -> None:
