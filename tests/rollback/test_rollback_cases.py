@@ -204,3 +204,15 @@ def _stage(listed: dict[str, list]) -> None:
             data = bytearray(ctypes.string_at(source, state.items * given.itemsize))
             cast = torch.frombuffer(data, dtype=given).to(wanted).view(torch.uint8)
             ctypes.memmove(target, bytes(cast.tolist()), state.items * wanted.itemsize)
+
+
+def test_the_sizes_between_pass_a_plain_case_of_each_op_and_a_turn_of_the_others() -> None:
+    everything = {(case.op, case.name) for case in every(SMALL, 2, 2, "int32")}
+    assert len(everything) == 15
+    seen: set[tuple[str, str]] = set()
+    for requests in range(33, 37):
+        few = {(case.op, case.name) for case in every(SMALL, requests, 1, "int32")}
+        assert len(few) == 6 and few < everything
+        assert {op for op, _ in few} == {"gather", "restore", "commit"}
+        seen |= few
+    assert seen == everything, "four neighbouring sizes together pass all of them"

@@ -1,0 +1,188 @@
+"""What the rollback ops check in Python and pass on, with the compiled functions replaced."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import specplan  # noqa: E402
+from specplan import Reason, UncertifiedCell, op  # noqa: E402
+from specplan import pack as packs  # noqa: E402
+from specplan.kernels.rollback.cases import RollbackCase  # noqa: E402
+from specplan.plans import catalog as catalogs  # noqa: E402
+from specplan.plans.coverage import uses_of  # noqa: E402
+from specplan.plans.manifest import Manifest, PlanRecord, group_cells  # noqa: E402
+
+from stubs import Compiled, on_device  # noqa: E402  isort: skip
+
+ARCH = "sm_90a"
+GEOMETRY = {"planes": 12, "row_bytes": 256, "side_planes": 1, "side_row_bytes": 12}
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> specplan.Pack:
+    """The shipped rollback cells up to 3 requests on one imagined device, all certified."""
+    catalog = catalogs.load()
+    plans: dict[str, PlanRecord] = {}
+    entries = []
+    for cell in catalog.cells(ARCH, "rollback"):
+        if cell.requests <= 3 and cell.problem == "qsa12":
+            of_cell = catalog.plans_of(cell)
+            entries.append((cell, uses_of(of_cell), True, True))
+            for plan in of_cell:
+                plans[plan.symbol] = PlanRecord(
+                    plan.symbol, "rollback", plan.op, plan.spec, {}, "", "", "", 0, 0, 0, ""
+                )
+    arch_pack = object.__new__(packs._ArchPack)
+    arch_pack.directory = Path("nowhere")
+    arch_pack.manifest = Manifest(
+        *(ARCH, (9, 0), "0", {}, "host", {}, plans, catalog.problems, group_cells(entries))
+    )
+    arch_pack.functions = {s: Compiled(s, dict(p.spec)) for s, p in plans.items()}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    pack = packs.Pack([arch_pack], candidates=False)
+    pack._prepared.add((0, "rollback"))
+    # The optional arguments that a call leaves out are made on the imagined device once.
+    nothing = torch.empty(0, dtype=torch.int32)
+    pack.rollback.commit._absent[0] = (nothing, torch.empty(0, 9, dtype=torch.int64))
+    return pack
+
+
+def call(op_name: str, requests: int = 2, tokens: int = 4, **options: Any) -> dict[str, Any]:
+    case = RollbackCase("call", op_name, GEOMETRY, requests, tokens, "int32", "cpu", **options)
+    case.refill(1)
+    return {
+        name: on_device(value) if isinstance(value, torch.Tensor) else value
+        for name, value in case.arguments().items()
+    }
+
+
+def launches(pack: specplan.Pack) -> list[tuple[str, tuple[Any, ...]]]:
+    functions = pack._packs[ARCH].functions
+    return [(f.symbol, launch) for f in functions.values() for launch in f.launches]
+
+
+@pytest.mark.parametrize("name", ["gather", "restore", "commit"])
+def test_a_call_launches_its_plan_with_the_arguments_in_the_compiled_order(
+    loaded: specplan.Pack, name: str
+) -> None:
+    arguments = call(name)
+    assert getattr(loaded.rollback, name)(**arguments) is True
+    ((symbol, launch),) = launches(loaded)
+    assert symbol.startswith(f"rollback_{name}__index_int32")
+    names = ["planes", "pages", "within", "old", "pending"]
+    names += {"gather": [], "restore": ["rejected"], "commit": ["accepted"]}[name]
+    for at, argument in enumerate(names):
+        assert launch[at] is arguments[argument], argument
+    picked = getattr(loaded.rollback, name).pick(problem="qsa12", requests=2, tokens=4)
+    assert launch[-2:] == (picked.launch["splits"], picked.launch["overlap"])
+    if name == "commit":
+        assert launch[8:11] == tuple(arguments[n] for n in ("states", "slots", "cursors"))
+        assert [t.numel() for t in launch[6:8]] == [0, 0]
+        assert launch[11] == 4
+
+
+def test_listed_rows_pass_their_lists_and_no_tokens(loaded: specplan.Pack) -> None:
+    arguments = call("commit", listed=True)
+    assert loaded.rollback.commit(**arguments)
+    ((_, launch),) = launches(loaded)
+    assert launch[6] is arguments["row_requests"] and launch[7] is arguments["row_ordinals"]
+    assert launch[11] == 0
+
+
+def test_ragged_rows_run_the_plan_of_the_full_batch(loaded: specplan.Pack) -> None:
+    arguments = call("gather", requests=3)
+    for name in ("pages", "within"):
+        arguments[name] = arguments[name][:9]
+    assert loaded.rollback.gather(**arguments)
+    arguments["pages"] = torch.cat([arguments["pages"]] * 2)[:13]
+    answer = loaded.rollback.gather(**arguments)
+    assert not answer and answer.reason is Reason.NOT_IN_CATALOG
+    assert answer.cell is not None and answer.cell.requests == 4
+
+
+@pytest.mark.parametrize("name", ["gather", "restore", "commit"])
+def test_no_rows_is_true_before_anything_is_looked_at(loaded: specplan.Pack, name: str) -> None:
+    arguments = {**call(name), "pages": torch.empty(0, dtype=torch.int32), "old": None}
+    assert getattr(loaded.rollback, name)(**arguments) is True
+    assert getattr(loaded.rollback, name).bind(**arguments)() is None
+    assert launches(loaded) == []
+
+
+WRONG: list[tuple[str, str, Any, Reason]] = [
+    ("gather", "old", lambda t: t[:7], Reason.RANGE),
+    ("gather", "old", lambda t: t[:, :3072], Reason.RANGE),
+    ("gather", "old", lambda t: t.reshape(-1), Reason.ARGUMENT),
+    ("gather", "planes", lambda t: t[:-1], Reason.RANGE),
+    ("gather", "tokens", lambda t: 0, Reason.RANGE),
+    ("gather", "tokens", lambda t: -1, Reason.RANGE),
+    ("gather", "pages", lambda t: t.short(), Reason.ARGUMENT),
+    ("restore", "pages", lambda t: None, Reason.ARGUMENT),
+    ("commit", "accepted", lambda t: t[:-1], Reason.RANGE),
+    ("commit", "row_ordinals", lambda t: torch.zeros(8, dtype=torch.int32), Reason.RANGE),
+    ("commit", "slots", lambda t: t[:-1], Reason.RANGE),
+    ("commit", "slots", lambda t: None, Reason.RANGE),
+    ("commit", "states", lambda t: torch.zeros(65, 9, dtype=torch.int64), Reason.RANGE),
+]
+
+
+@pytest.mark.parametrize(("name", "argument", "change", "reason"), WRONG)
+def test_what_a_tensor_spec_cannot_say_is_declined_before_a_launch(
+    loaded: specplan.Pack, name: str, argument: str, change: Any, reason: Reason
+) -> None:
+    arguments = call(name)
+    arguments[argument] = change(arguments[argument])
+    called = getattr(loaded.rollback, name)
+    for answer in (called(**arguments), called.bind(**arguments)):
+        assert not answer
+        assert answer.reason is reason, str(answer)
+    with pytest.raises(UncertifiedCell):
+        called.require(**arguments)
+    assert launches(loaded) == []
+
+
+def test_planes_of_another_problem_are_an_unknown_problem(loaded: specplan.Pack) -> None:
+    planes = [torch.zeros(2, 8, 4, dtype=torch.int32) for _ in range(5)]
+    layout, table = loaded.rollback.describe(planes)
+    rows = on_device(torch.zeros(4, dtype=torch.int32))
+    old = torch.zeros(4, layout.record_bytes, dtype=torch.uint8)
+    pending = torch.zeros(1, dtype=torch.int32)
+    answer = loaded.rollback.gather(layout, 4, table, rows, rows, old, pending)
+    assert not answer and answer.reason is Reason.UNKNOWN_PROBLEM
+
+
+@pytest.mark.parametrize("name", ["gather", "restore", "commit"])
+def test_bind_asks_the_module_with_a_launch_of_no_work(
+    loaded: specplan.Pack, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoConversion:
+        @staticmethod
+        def from_dlpack(tensor: Any) -> Any:
+            return tensor
+
+    monkeypatch.setattr(op.library, "tvm_ffi", lambda: NoConversion)
+    arguments = call(name)
+    launch = getattr(loaded.rollback, name).bind(**arguments)
+    ((_, idle),) = launches(loaded)
+    assert idle[-2:] == (0, 0), "no splits, so that nothing is launched"
+    launch()
+    real = launches(loaded)[-1][1]
+    picked = getattr(loaded.rollback, name).pick(problem="qsa12", requests=2, tokens=4)
+    assert real[-2:] == tuple(picked.launch.values())
+    assert real[:-2] == idle[:-2]
+
+
+def test_idle_arguments_fit_the_compiled_functions(loaded: specplan.Pack) -> None:
+    counts = {"gather": 7, "restore": 8, "commit": 14}
+    for record in loaded.manifest().plans.values():
+        arguments = loaded.rollback.idle_arguments(record, torch.device("cpu"))
+        assert len(arguments) == counts[record.op]
+        assert arguments[1].dtype == getattr(torch, dict(record.spec)["index"])
