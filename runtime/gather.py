@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from specplan.op import ARGUMENT_ERRORS, SHAPE_ERRORS, Op, required
+from specplan.op import ARGUMENT_ERRORS, SHAPE_ERRORS, Op
 from specplan.plans.manifest import PlanRecord
 from specplan.uncertified import Reason, Uncertified
 
@@ -108,23 +108,15 @@ class Gather(Op):
         except SHAPE_ERRORS as error:
             return self._refused(error)
         if not admitted:
-            function = self._admit(
-                store_next_new_tokens,
-                store_next_draft,
-                slots,
-                pos_indices,
-                input_ids,
-                draft_tokens,
-                pos_offsets,
-                kv_offsets,
-                input_ids_begin,
-                draft_tokens_begin,
-                pos_offsets_begin,
-                kv_offsets_begin,
-                requests,
-                tokens,
-                drafts,
+            tensors = (
+                *(store_next_new_tokens, store_next_draft, store_lens, slots, pos_indices),
+                *(input_ids, draft_tokens, pos_offsets, kv_offsets),
             )
+            integers = (
+                *(input_ids_begin, draft_tokens_begin, pos_offsets_begin, kv_offsets_begin),
+                *(requests, tokens, drafts),
+            )
+            function = self._admit(tensors, integers)
             if not function:
                 return function  # type: ignore[no-any-return]
         try:
@@ -148,24 +140,12 @@ class Gather(Op):
             )
         except ARGUMENT_ERRORS as error:
             tensors = (
-                store_next_new_tokens,
-                store_next_draft,
-                store_lens,
-                slots,
-                pos_indices,
-                input_ids,
-                draft_tokens,
-                pos_offsets,
-                kv_offsets,
+                *(store_next_new_tokens, store_next_draft, store_lens, slots, pos_indices),
+                *(input_ids, draft_tokens, pos_offsets, kv_offsets),
             )
             integers = (
-                input_ids_begin,
-                draft_tokens_begin,
-                pos_offsets_begin,
-                kv_offsets_begin,
-                requests,
-                tokens,
-                drafts,
+                *(input_ids_begin, draft_tokens_begin, pos_offsets_begin, kv_offsets_begin),
+                *(requests, tokens, drafts),
             )
             answer = self._launched(function, tensors, integers, integers, error)
             return answer if isinstance(answer, Uncertified) else True
@@ -173,135 +153,60 @@ class Gather(Op):
             raise self._failed(error) from error
         return True
 
-    def require(self, *arguments: Any, **named: Any) -> None:
-        """The same call, raising :class:`~specplan.UncertifiedCell` where the call would be
-        declined.
-        """
-        required(self(*arguments, **named))
-
-    def bind(
-        self,
-        store_next_new_tokens: torch.Tensor,
-        store_next_draft: torch.Tensor,
-        store_lens: torch.Tensor,
-        slots: torch.Tensor,
-        pos_indices: torch.Tensor,
-        input_ids: torch.Tensor,
-        draft_tokens: torch.Tensor,
-        pos_offsets: torch.Tensor,
-        kv_offsets: torch.Tensor,
-        input_ids_begin: int,
-        draft_tokens_begin: int,
-        pos_offsets_begin: int,
-        kv_offsets_begin: int,
-        requests: int,
-        tokens: int,
-        drafts: int,
-    ) -> Any:
-        """Check and convert the arguments once; returns ``launch()`` for these buffers, or a falsy
-        Uncertified.
+    def bind(self, *arguments: Any, **named: Any) -> Any:
+        """Check and convert the arguments of a call once; returns ``launch()`` for these buffers,
+        or a falsy Uncertified.
 
         ``launch()`` runs on torch's current stream, returns None, and checks nothing but what the
         compiled module checks: the buffers must stay allocated as they are. No destination is
         written here; the compiled module's checks are asked with a launch of no requests.
         """
-        integers = (
-            input_ids_begin,
-            draft_tokens_begin,
-            pos_offsets_begin,
-            kv_offsets_begin,
-            requests,
-            tokens,
-            drafts,
-        )
-        function = self._admit(
-            store_next_new_tokens,
-            store_next_draft,
-            slots,
-            pos_indices,
-            input_ids,
-            draft_tokens,
-            pos_offsets,
-            kv_offsets,
-            *integers,
-        )
+        values = self._values(arguments, named)
+        tensors, integers = values[:9], values[9:]
+        function = self._admit(tensors, integers)
         if not function:
             return function
-        tensors = (
-            store_next_new_tokens,
-            store_next_draft,
-            store_lens,
-            slots,
-            pos_indices,
-            input_ids,
-            draft_tokens,
-            pos_offsets,
-            kv_offsets,
-        )
         return self._bound(function, tensors, integers, (0, 0, 0, 0, 0, 1, 0))
 
-    def _admit(
-        self,
-        store_next_new_tokens: torch.Tensor,
-        store_next_draft: torch.Tensor,
-        slots: torch.Tensor,
-        pos_indices: torch.Tensor,
-        input_ids: torch.Tensor,
-        draft_tokens: torch.Tensor,
-        pos_offsets: torch.Tensor,
-        kv_offsets: torch.Tensor,
-        input_ids_begin: int,
-        draft_tokens_begin: int,
-        pos_offsets_begin: int,
-        kv_offsets_begin: int,
-        requests: int,
-        tokens: int,
-        drafts: int,
-    ) -> Any:
-        """The compiled function for this call if its ranges lie inside its tensors, or an
+    def _admit(self, tensors: tuple[torch.Tensor, ...], integers: tuple[int, ...]) -> Any:
+        """The compiled function for a call if its ranges lie inside its tensors, or an
         Uncertified.
         """
+        store_next, store_draft, _, slots, pos_indices, *destinations = tensors
+        *begins, requests, tokens, drafts = integers
         try:
             # The stores' widths are checked by the compiled module: a key that fits another
             # problem's plan is refused by that plan, and then looked up in full.
-            key = (
-                store_next_new_tokens.get_device(),
-                requests,
-                tokens,
-                drafts,
-            )
+            key = (store_next.get_device(), requests, tokens, drafts)
             function = self._picked.get(key)
             if function is None:
-                function = self._first(key, store_next_new_tokens, store_next_draft)
+                function = self._first(key, store_next, store_draft)
                 if not function:
                     return function
             flat = requests * tokens
-            if (
-                input_ids_begin >= 0
-                and draft_tokens_begin >= 0
-                and pos_offsets_begin >= 0
-                and kv_offsets_begin >= 0
-                and requests <= slots.numel()
-                and flat <= pos_indices.numel()
-                and input_ids_begin + flat <= input_ids.numel()
-                and draft_tokens_begin + requests * drafts <= draft_tokens.numel()
-                and pos_offsets_begin + flat <= pos_offsets.numel()
-                and kv_offsets_begin + requests <= kv_offsets.numel()
-            ):
-                return function
+            ranges = {
+                "slots": (0, requests, slots.numel()),
+                "pos_indices": (0, flat, pos_indices.numel()),
+                **{
+                    name: (begin, count, buffer.numel())
+                    for name, begin, count, buffer in zip(
+                        ("input_ids", "draft_tokens", "pos_offsets", "kv_offsets"),
+                        begins,
+                        (flat, requests * drafts, flat, requests),
+                        destinations,
+                        strict=True,
+                    )
+                },
+            }
         except SHAPE_ERRORS as error:
             return self._refused(error)
-        return self._outside(
-            key[0],
-            {
-                "slots": (0, requests, slots),
-                "pos_indices": (0, flat, pos_indices),
-                "input_ids": (input_ids_begin, flat, input_ids),
-                "draft_tokens": (draft_tokens_begin, requests * drafts, draft_tokens),
-                "pos_offsets": (pos_offsets_begin, flat, pos_offsets),
-                "kv_offsets": (kv_offsets_begin, requests, kv_offsets),
-            },
-        )
+        for name, (begin, count, held) in ranges.items():
+            if begin < 0:
+                return self._declined(Reason.RANGE, f"{name} begins at {begin}, below 0", key[0])
+            if begin + count > held:
+                detail = f"{name} needs {begin}..{begin + count}, it has {held} elements"
+                return self._declined(Reason.RANGE, detail, key[0])
+        return function
 
     def _first(
         self, key: tuple[int, ...], following: torch.Tensor, draft_store: torch.Tensor
@@ -323,20 +228,10 @@ class Gather(Op):
         self, function: Any, tensors: tuple[torch.Tensor, ...], integers: tuple[int, ...]
     ) -> tuple[Any, tuple[torch.Tensor, ...]] | Uncertified | None:
         self._picked.clear()
-        call: list[Any] = [*tensors[:2], *tensors[3:], *integers]
-        again = self._admit(*call)
+        again = self._admit(tensors, integers)
         if not again:
             return again  # type: ignore[no-any-return]
         return None if again is function else (again, tensors)
-
-    def _outside(self, device: int, uses: dict[str, tuple[int, int, torch.Tensor]]) -> Uncertified:
-        for name, (begin, count, buffer) in uses.items():
-            if begin < 0:
-                return self._declined(Reason.RANGE, f"{name} begins at {begin}, below 0", device)
-            if begin + count > buffer.numel():
-                detail = f"{name} needs {begin}..{begin + count}, it has {buffer.numel()} elements"
-                return self._declined(Reason.RANGE, detail, device)
-        raise AssertionError("every range of this call lies inside its tensor")
 
     @classmethod
     def idle_arguments(cls, plan: PlanRecord, device: torch.device) -> tuple[Any, ...]:

@@ -7,7 +7,9 @@ only what a tensor's description cannot say.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from inspect import signature
 from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -105,7 +107,19 @@ class Op:
             problem,
         )
 
+    def require(self, *arguments: Any, **named: Any) -> None:
+        """The same call, raising :class:`~specplan.UncertifiedCell` where it would be declined."""
+        required(self(*arguments, **named))
+
     # For the ops
+
+    def __call__(self, *arguments: Any, **named: Any) -> bool | Uncertified:
+        """Launch; every op has its own signature."""
+        raise NotImplementedError
+
+    def _values(self, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The values of a call in the order of the op's signature; TypeError as for any call."""
+        return tuple(signature(self.__call__).bind(*arguments, **named).arguments.values())
 
     def _resolve(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from specplan.op import ARGUMENT_ERRORS, SHAPE_ERRORS, Op, required
+from specplan.op import ARGUMENT_ERRORS, SHAPE_ERRORS, Op
 from specplan.plans.manifest import PlanRecord
 from specplan.uncertified import Reason, Uncertified
 
@@ -95,19 +95,13 @@ class Scatter(Op):
             )
         except SHAPE_ERRORS as error:
             return self._refused(error)
+        tensors: tuple[torch.Tensor, ...]
         if not admitted:
-            function = self._admit(
-                new_tokens,
-                next_new_tokens,
-                lens,
-                next_draft_tokens,
-                slots,
-                store_new_tokens,
-                store_next_new_tokens,
-                store_next_draft,
-                row_begin,
-                rows,
+            tensors = (
+                *(new_tokens, next_new_tokens, lens, next_draft_tokens, slots),
+                *(store_new_tokens, store_next_new_tokens, store_lens, store_next_draft),
             )
+            function = self._admit(tensors, (row_begin, rows))
             if not function:
                 return function  # type: ignore[no-any-return]
         try:
@@ -126,15 +120,8 @@ class Scatter(Op):
             )
         except ARGUMENT_ERRORS as error:
             tensors = (
-                new_tokens,
-                next_new_tokens,
-                lens,
-                next_draft_tokens,
-                slots,
-                store_new_tokens,
-                store_next_new_tokens,
-                store_lens,
-                store_next_draft,
+                *(new_tokens, next_new_tokens, lens, next_draft_tokens, slots),
+                *(store_new_tokens, store_next_new_tokens, store_lens, store_next_draft),
             )
             integers = (row_begin, rows)
             answer = self._launched(function, tensors, integers, integers, error)
@@ -143,104 +130,47 @@ class Scatter(Op):
             raise self._failed(error) from error
         return True
 
-    def require(self, *arguments: Any, **named: Any) -> None:
-        """The same call, raising :class:`~specplan.UncertifiedCell` where the call would be
-        declined.
-        """
-        required(self(*arguments, **named))
-
-    def bind(
-        self,
-        new_tokens: torch.Tensor,
-        next_new_tokens: torch.Tensor,
-        lens: torch.Tensor,
-        next_draft_tokens: torch.Tensor,
-        slots: torch.Tensor,
-        store_new_tokens: torch.Tensor,
-        store_next_new_tokens: torch.Tensor,
-        store_lens: torch.Tensor,
-        store_next_draft: torch.Tensor,
-        row_begin: int,
-        rows: int,
-    ) -> Any:
-        """Check and convert the arguments once; returns ``launch()`` for these buffers, or a falsy
-        Uncertified.
+    def bind(self, *arguments: Any, **named: Any) -> Any:
+        """Check and convert the arguments of a call once; returns ``launch()`` for these buffers,
+        or a falsy Uncertified.
 
         ``launch()`` runs on torch's current stream, returns None, and checks nothing but what the
         compiled module checks: the buffers must stay allocated as they are. No store is written
         here; the compiled module's checks are asked with a launch of no rows.
         """
-        if rows == 0:
+        values = self._values(arguments, named)
+        tensors, integers = values[:9], values[9:]
+        if integers[1] == 0:
             return _nothing
-        function = self._admit(
-            new_tokens,
-            next_new_tokens,
-            lens,
-            next_draft_tokens,
-            slots,
-            store_new_tokens,
-            store_next_new_tokens,
-            store_next_draft,
-            row_begin,
-            rows,
-        )
+        function = self._admit(tensors, integers)
         if not function:
             return function
-        tensors = (
-            new_tokens,
-            next_new_tokens,
-            lens,
-            next_draft_tokens,
-            slots,
-            store_new_tokens,
-            store_next_new_tokens,
-            store_lens,
-            store_next_draft,
-        )
-        return self._bound(function, tensors, (row_begin, rows), (0, 0))
+        return self._bound(function, tensors, integers, (0, 0))
 
-    def _admit(
-        self,
-        new_tokens: torch.Tensor,
-        next_new_tokens: torch.Tensor,
-        lens: torch.Tensor,
-        next_draft_tokens: torch.Tensor,
-        slots: torch.Tensor,
-        store_new_tokens: torch.Tensor,
-        store_next_new_tokens: torch.Tensor,
-        store_next_draft: torch.Tensor,
-        row_begin: int,
-        rows: int,
-    ) -> Any:
-        """The compiled function for this call if its ranges lie inside its tensors, or an
+    def _admit(self, tensors: tuple[torch.Tensor, ...], integers: tuple[int, ...]) -> Any:
+        """The compiled function for a call if its ranges lie inside its tensors, or an
         Uncertified.
         """
+        new_tokens, _, _, _, slots, store_new_tokens, store_next, _, store_draft = tensors
+        row_begin, rows = integers
         try:
             held, width = new_tokens.shape
-            # What the compiled module checks by itself (the stores' widths among it) is not read
-            # here: a key that fits another problem's plan is refused by that plan, and then looked
+            # What the compiled module checks by itself (the stores' widths among it) is not in the
+            # key: a key that fits another problem's plan is refused by that plan, and then looked
             # up in full.
-            key = (
-                new_tokens.get_device(),
-                rows,
-                width,
-                store_next_draft.numel(),
-            )
+            key = (new_tokens.get_device(), rows, width, store_draft.numel())
             function = self._picked.get(key)
             if function is None:
+                history = store_new_tokens.size(0)
                 function = self._resolve(
                     key,
                     key[0],
-                    (
-                        store_new_tokens.size(0),
-                        store_next_new_tokens.size(0),
-                        store_next_draft.size(1),
-                    ),
+                    (history, store_next.size(0), store_draft.size(1)),
                     "int32",
                     rows,
                     # A call moves as many history columns as both sides have; an output with no
                     # columns moves the length alone.
-                    max(1, min(width, store_new_tokens.size(0))),
+                    max(1, min(width, history)),
                 )
                 if not function:
                     return function
@@ -254,23 +184,21 @@ class Scatter(Op):
         self, function: Any, tensors: tuple[torch.Tensor, ...], integers: tuple[int, ...]
     ) -> tuple[Any, tuple[torch.Tensor, ...]] | Uncertified | None:
         self._picked.clear()
-        *outputs, slots, store_new_tokens, store_next_new_tokens, _, store_next_draft = tensors
-        end = sum(integers)
-        narrowed = tuple(outputs)
+        outputs, end = tensors[:4], sum(integers)
+        narrowed = outputs
         # The outputs may differ in rows as long as each holds the rows moved; the module takes them
         # with equal ones.
         if all(isinstance(t, torch.Tensor) and t.dim() and t.size(0) >= end for t in outputs):
             narrowed = tuple(t[:end] for t in outputs)
-        stores = (store_new_tokens, store_next_new_tokens, store_next_draft)
-        call: list[Any] = [*narrowed, slots, *stores, *integers]
-        again = self._admit(*call)
+        fitted = (*narrowed, *tensors[4:])
+        again = self._admit(fitted, integers)
         if not again:
             return again  # type: ignore[no-any-return]
         if again is function and all(
             a.shape == b.shape for a, b in zip(narrowed, outputs, strict=True)
         ):
             return None
-        return again, (*narrowed, *tensors[4:])
+        return again, fitted
 
     def _outside(
         self, device: int, row_begin: int, rows: int, held: int, listed: int
