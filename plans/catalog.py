@@ -7,36 +7,26 @@ claimed.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
-from specplan.plans import ranges
 from specplan.plans.arch import Arch
 from specplan.plans.cell import Cell
 from specplan.plans.families import FAMILIES
 from specplan.plans.family import Family
 from specplan.plans.plan import Plan
+from specplan.plans.reading import LocatedError, Reader, suggest
 
 SCHEMA = 1
 #: More cells than this in one catalog is a slip of the pen (``1..10000000``), not a claim.
 MAX_CELLS = 2_000_000
 
 
-class CatalogError(ValueError):
+class CatalogError(LocatedError):
     """The catalog does not say what a catalog may say; the message has file, line and column."""
-
-    def __init__(self, source: str, mark: yaml.Mark | None, problem: str) -> None:
-        self.source = source
-        self.line = mark.line + 1 if mark else 0
-        self.column = mark.column + 1 if mark else 0
-        self.problem = problem
-        where = f"{source}:{self.line}:{self.column}" if mark else source
-        super().__init__(f"{where}: {problem}")
 
 
 @dataclass(frozen=True)
@@ -139,118 +129,16 @@ def load(path: Path | str | None = None) -> Catalog:
 
 def loads(text: str, source: str = "catalog.yaml") -> Catalog:
     """Check a catalog given as text; ``source`` is the name that errors show."""
-    try:
-        node = yaml.compose(text, Loader=_LOADER)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        detail = getattr(error, "problem", None) or str(error)
-        raise CatalogError(source, mark, f"not YAML: {detail}") from error
-    except RecursionError as error:
-        raise CatalogError(source, None, "not a catalog: nested too deeply") from error
-    except UnicodeEncodeError as error:
-        raise CatalogError(source, None, f"not YAML: {error}") from error
-    if node is None:
-        raise CatalogError(source, None, "is empty")
+    reader = _Reader(source)
+    node = reader.compose(text, "a catalog")
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return replace(_Reader(source).catalog(node), digest=digest)
+    return replace(reader.catalog(node), digest=digest)
 
 
-#: libyaml where PyYAML has it: the same nodes, ten times faster.
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+class _Reader(Reader):
+    """Reads the catalog's nodes."""
 
-
-class _Reader:
-    """Walks YAML nodes, which know their place in the file, instead of the values that they stand
-    for.
-    """
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-
-    def fail(self, node: yaml.Node, problem: str) -> CatalogError:
-        return CatalogError(self.source, node.start_mark, problem)
-
-    # Shapes
-
-    def mapping(self, node: yaml.Node, what: str) -> dict[str, tuple[yaml.Node, yaml.Node]]:
-        if not isinstance(node, yaml.MappingNode):
-            raise self.fail(node, f"{what} must be a mapping")
-        items: dict[str, tuple[yaml.Node, yaml.Node]] = {}
-        for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise self.fail(key, f"a key of {what} must be a plain word")
-            if key.value in items:
-                raise self.fail(key, f"{key.value!r} stands twice in {what}")
-            items[key.value] = (key, value)
-        return items
-
-    def record(
-        self, node: yaml.Node, what: str, required: Sequence[str], optional: Sequence[str] = ()
-    ) -> dict[str, yaml.Node]:
-        items = self.mapping(node, what)
-        known = (*required, *optional)
-        for name, (key, _) in items.items():
-            if name not in known:
-                raise self.fail(key, f"unknown key {name!r} in {what}{suggest(name, known)}")
-        for name in required:
-            if name not in items:
-                raise self.fail(node, f"{what} lacks {name!r}")
-        return {name: value for name, (_, value) in items.items()}
-
-    def text(self, node: yaml.Node, what: str) -> str:
-        if not isinstance(node, yaml.ScalarNode) or not node.value.strip():
-            raise self.fail(node, f"{what} must be a non-empty text")
-        return str(node.value).strip()
-
-    def integer(self, node: yaml.Node, what: str, low: int, high: int) -> int:
-        if not isinstance(node, yaml.ScalarNode) or node.tag != "tag:yaml.org,2002:int":
-            raise self.fail(node, f"{what} must be an integer")
-        try:
-            value = int(yaml.SafeLoader("").construct_yaml_int(node))
-        except (ValueError, IndexError) as error:  # IndexError: an empty scalar tagged !!int
-            raise self.fail(node, f"{what} must be an integer") from error
-        if not low <= value <= high:
-            raise self.fail(node, f"{what} is {value}, outside {low}..{high}")
-        return value
-
-    def integers(self, node: yaml.Node, what: str, low: int, high: int) -> tuple[int, ...]:
-        nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        values: set[int] = set()
-        for item in nodes:
-            if not isinstance(item, yaml.ScalarNode):
-                raise self.fail(item, f"{what} must be integers or ranges such as 1..256")
-            try:
-                part = ranges.parse(item.value)
-            except ValueError as error:
-                raise self.fail(item, f"{what}: {error}") from error
-            for value in part:
-                if not low <= value <= high:
-                    raise self.fail(item, f"{what} has {value}, outside {low}..{high}")
-                if value in values:
-                    raise self.fail(item, f"{what} has {value} twice")
-            values.update(part)
-        if not values:
-            raise self.fail(node, f"{what} is empty")
-        return tuple(sorted(values))
-
-    def names(
-        self, node: yaml.Node, what: str, known: Iterable[str], *, empty: bool = False
-    ) -> tuple[str, ...]:
-        nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        known = tuple(known)
-        values: list[str] = []
-        for item in nodes:
-            if not isinstance(item, yaml.ScalarNode) or item.value not in known:
-                name = item.value if isinstance(item, yaml.ScalarNode) else "..."
-                raise self.fail(item, f"{what}: unknown name {name!r}{suggest(name, known)}")
-            if item.value in values:
-                raise self.fail(item, f"{what} names {item.value!r} twice")
-            values.append(item.value)
-        if not values and not empty:
-            raise self.fail(node, f"{what} is empty")
-        return tuple(values)
-
-    # Contents
+    error = CatalogError
 
     def catalog(self, node: yaml.Node) -> Catalog:
         top = self.record(node, "the catalog", ("schema", "archs", "families"))
@@ -382,13 +270,5 @@ class _Reader:
                     claims[cell] = certified
         return claims
 
-    def in_block(self, block: Block, problem: str) -> CatalogError:
-        return CatalogError(self.source, yaml.Mark("", 0, block.line - 1, 0, "", 0), problem)
-
-
-def suggest(name: Any, known: Iterable[str]) -> str:
-    known = tuple(known)
-    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; known: {', '.join(known)}"
+    def in_block(self, block: Block, problem: str) -> LocatedError:
+        return self.error(self.source, yaml.Mark("", 0, block.line - 1, 0, "", 0), problem)

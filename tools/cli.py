@@ -23,6 +23,7 @@ from specplan.plans.certificates import CertificateError
 from specplan.plans.coverage import Coverage, compute, uses_of
 from specplan.plans.families import FAMILIES
 from specplan.plans.manifest import ManifestError, packs_under
+from specplan.plans.reading import suggest
 from specplan.plans.version import VERSION
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -51,7 +52,7 @@ def _archs(catalog: Catalog, names: Sequence[str]) -> list[str]:
         elif name in catalog.archs:
             wanted.append(name)
         else:
-            hint = catalogs.suggest(name, catalog.archs)
+            hint = suggest(name, catalog.archs)
             raise click.BadParameter(f"unknown arch {name!r}{hint}", param_hint="--arch")
     return list(dict.fromkeys(wanted))
 
@@ -59,7 +60,7 @@ def _archs(catalog: Catalog, names: Sequence[str]) -> list[str]:
 def _family_names(names: Sequence[str], hint_for: str = "--family") -> tuple[str, ...]:
     for name in names:
         if name not in FAMILIES:
-            hint = catalogs.suggest(name, FAMILIES)
+            hint = suggest(name, FAMILIES)
             raise click.BadParameter(f"unknown family {name!r}{hint}", param_hint=hint_for)
     return tuple(dict.fromkeys(names))
 
@@ -437,12 +438,12 @@ def explain_command(
     problems = catalog.problems.get(family, {})
     problem = values.get("problem", "")
     if problem not in problems:
-        hint = catalogs.suggest(problem, problems) if problem else f"; known: {', '.join(problems)}"
+        hint = suggest(problem, problems) if problem else f"; known: {', '.join(problems)}"
         raise click.UsageError(f"problem={problem!r} is no problem of {family}{hint}")
     planning = FAMILIES[family]
     dtype = values.get("dtype", planning.dtypes[0])
     if dtype not in planning.dtypes:
-        raise click.UsageError(f"dtype={dtype!r}{catalogs.suggest(dtype, planning.dtypes)}")
+        raise click.UsageError(f"dtype={dtype!r}{suggest(dtype, planning.dtypes)}")
     try:
         requests, tokens = int(values["requests"]), int(values["tokens"])
         splits = int(values["splits"]) if "splits" in values else None
@@ -621,7 +622,7 @@ def certify_command(context: click.Context, /, **options: Any) -> None:
         problems = {p for f in families or catalog.problems for p in catalog.problems.get(f, {})}
         for name in options["problems"]:
             if name not in problems:
-                hint = catalogs.suggest(name, sorted(problems))
+                hint = suggest(name, sorted(problems))
                 raise click.BadParameter(f"unknown problem {name!r}{hint}", param_hint="--problem")
         sys.exit(
             certify_main(catalog, families=families, root=_root(options.pop("packs")), **options)
