@@ -17,10 +17,12 @@ from typing import Any, NoReturn
 import click
 from specplan.plans import catalog as catalogs
 from specplan.plans import certificates, locations, manifest
+from specplan.plans import deployment as deployments
 from specplan.plans.catalog import Catalog, CatalogError
 from specplan.plans.cell import Cell, State, nearest
 from specplan.plans.certificates import CertificateError
 from specplan.plans.coverage import Coverage, compute, uses_of
+from specplan.plans.deployment import DeploymentError
 from specplan.plans.families import FAMILIES
 from specplan.plans.manifest import ManifestError, packs_under
 from specplan.plans.reading import suggest
@@ -267,8 +269,16 @@ class _Progress:
     is_flag=True,
     help="Every arch of the catalog must be built, and no evidence may be without a claim.",
 )
+@click.option(
+    "--deployment",
+    type=click.Path(path_type=Path),
+    help="Only the cells that a server with this configuration can reach; all must be certified.",
+)
 @click.option("--json", "form", flag_value="json", help="Print JSON.")
 @click.option("--markdown", "form", flag_value="markdown", help="Print a Markdown table.")
+@click.option(
+    "--junit", "form", flag_value="junit", help="Print JUnit XML; only with --deployment."
+)
 @_option_packs()
 @_option_catalog()
 @_option_certificates()
@@ -276,6 +286,7 @@ def coverage_command(
     archs: Sequence[str],
     family: str | None,
     strict: bool,
+    deployment: Path | None,
     form: str | None,
     packs: Path | None,
     catalog_path: Path | None,
@@ -283,6 +294,12 @@ def coverage_command(
 ) -> None:
     """Say for every cell whether its claim holds. Exit 1 on any that does not. Needs no GPU."""
     catalog = _catalog(catalog_path)
+    if deployment is not None:
+        if archs or family or strict:
+            raise click.UsageError("--deployment says arch and families itself")
+        _deployment_coverage(catalog, deployment, form, _root(packs), _evidence(certificate_path))
+    if form == "junit":
+        raise click.UsageError("--junit goes with --deployment")
     if family is not None:
         _family_names([family])
     root = _root(packs)
@@ -298,10 +315,8 @@ def coverage_command(
         _fail(str(error))
     if form == "json":
         click.echo(json.dumps(coverage.as_json()))
-    elif form == "markdown":
-        click.echo(_table(coverage, markdown=True))
-    else:
-        click.echo(_table(coverage, markdown=False))
+    elif wanted:
+        click.echo(_table(coverage, markdown=form == "markdown"))
     if not wanted:
         _fail(f"no pack under {root}; build one with `specplan build`, or name it with --packs")
     for complaint in coverage.complaints:
@@ -311,6 +326,24 @@ def coverage_command(
     if coverage.holds and form is None:
         click.echo("every claim holds")
     sys.exit(0 if coverage.holds else 1)
+
+
+def _deployment_coverage(
+    catalog: Catalog, path: Path, form: str | None, root: Path, evidence: list[Path]
+) -> NoReturn:
+    """``coverage --deployment``: exit 0 only if every cell that the server can reach launches."""
+    from specplan.tools import deployment_report
+
+    try:
+        wanted = deployments.load(path, catalog)
+        found = deployments.answer(wanted, catalog, root, evidence)
+    except (DeploymentError, CertificateError) as error:
+        _fail(str(error), 2 if isinstance(error, DeploymentError) else 1)
+    if form == "json":
+        click.echo(json.dumps(found.as_json()))
+    else:
+        click.echo(deployment_report.FORMS[form or "text"](found))
+    sys.exit(0 if found.holds else 1)
 
 
 def _table(coverage: Coverage, *, markdown: bool) -> str:
@@ -367,8 +400,9 @@ def _broken(coverage: Coverage) -> list[str]:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_option_packs()
 def verify_command(as_json: bool, packs: Path | None) -> None:
-    """Check the bytes of packs: manifest digest, sizes, sha256, and that the device code inside is
-    what the manifest names.
+    """Check the bytes of packs.
+
+    Manifest digest, sizes, sha256, and that the device code inside is what the manifest names.
     """
     from specplan.plans import device_code
 
@@ -430,7 +464,7 @@ def explain_command(
     catalog_path: Path | None,
     certificate_path: Path | None,
 ) -> None:
-    """Print the decision from a call to its plan, or to the reason why not. Needs no GPU."""
+    """Print the way from a call to its plan, or why there is none."""
     catalog = _catalog(catalog_path)
     _family_names([family], "FAMILY")
     _archs(catalog, [arch])
@@ -613,7 +647,7 @@ def gc_command(older_than: int, dry_run: bool, packs: Path | None) -> None:
 @_option_catalog()
 @click.pass_context
 def certify_command(context: click.Context, /, **options: Any) -> None:
-    """Check every cell of the catalog on this machine's GPU and write certificates."""
+    """Check every cell on this GPU and write certificates."""
     if context.invoked_subcommand is None:
         from specplan.tools.certify import certify_main
 
@@ -651,7 +685,7 @@ def certify_merge_command(parts: Sequence[Path], out: Path) -> None:
 @main.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor_command(as_json: bool) -> None:
-    """Print everything that a bug report needs, and what is wrong; then exit 1."""
+    """Print what a bug report needs, and what is wrong."""
     from specplan.tools.doctor import examine
 
     report, complaints = examine()
