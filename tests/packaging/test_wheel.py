@@ -8,7 +8,6 @@ import sys
 import sysconfig
 import venv
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,19 +30,25 @@ def run(*command: str | Path, **more: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The wheel, built from the tracked files and nothing else that lies in the tree."""
-    source = tmp_path_factory.mktemp("source")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tracked files and nothing else that lies in the tree."""
+    copy = tmp_path_factory.mktemp("source")
     tracked = run("git", "-C", ROOT, "ls-files", "-z").split("\0")
     for name in filter(None, tracked):
         if (ROOT / name).is_file():
-            target = source / name
+            target = copy / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes((ROOT / name).read_bytes())
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that is built where nobody asks for packs."""
     out = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, *PIP_WHEEL, "-w", out, source)
+    run(sys.executable, *PIP_WHEEL, "-w", out, source, SPECPLAN_ARCHS="")
     (found,) = out.glob("specplan-*.whl")
-    yield found
+    return found
 
 
 def test_the_wheel_is_pure_python_and_installs_one_name(wheel: Path) -> None:
@@ -103,3 +108,55 @@ def test_specplan_and_hugging_face_kernels_import_side_by_side(wheel: Path, tmp_
     assert int(claims) > 100_000
     assert str(tmp_path) in where
     run(python, "-m", "specplan.tools.cli", "coverage", "--help")
+
+
+@pytest.fixture(scope="module")
+def with_packs(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel with the sm_90a pack of one family, as ``SPECPLAN_ARCHS=sm_90a pip wheel .`` does."""
+    out = tmp_path_factory.mktemp("with-packs")
+    asked = {"SPECPLAN_ARCHS": "sm_90a", "SPECPLAN_FAMILIES": "scatter"}
+    run(sys.executable, *PIP_WHEEL, "-w", out, source, **asked)
+    (found,) = out.glob("specplan-*.whl")
+    return found
+
+
+def test_a_wheel_with_packs_is_for_one_platform_and_holds_what_a_runtime_reads(
+    with_packs: Path,
+) -> None:
+    assert "-py3-none-linux_" in with_packs.name
+    packs = [n for n in zipfile.ZipFile(with_packs).namelist() if "_packs/" in n]
+    assert sorted(Path(n).suffix for n in packs) == [".json", ".so"]
+    assert {Path(n).parent.as_posix() for n in packs} == {"specplan/_packs/sm_90a"}
+
+
+def test_an_installed_wheel_with_packs_is_found_and_holds_its_claims(
+    with_packs: Path, tmp_path: Path
+) -> None:
+    venv.create(tmp_path / "server", with_pip=True)
+    binaries = tmp_path / "server" / "bin"
+    install = [str(binaries / "python"), "-m", "pip", "install", "--quiet", str(with_packs)]
+    done = subprocess.run(install, capture_output=True, text=True, check=False)
+    if done.returncode != 0 and not os.environ.get("CI"):
+        pytest.skip(f"no package index to install click and pyyaml from: {done.stderr[-300:]}")
+    assert done.returncode == 0, done.stderr
+    clean = {"SPECPLAN_PACKS": "", "PYTHONPATH": "", "HOME": str(tmp_path), "XDG_DATA_HOME": ""}
+    out = run(
+        *(binaries / "specplan", "coverage", "--arch", "sm_90a", "--family", "scatter"), **clean
+    )
+    assert out.splitlines()[-1] == "every claim holds"
+    assert str(tmp_path) in run(binaries / "specplan", "verify", **clean)
+
+
+def test_an_arch_that_does_not_exist_fails_the_install_and_says_which(
+    source: Path, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, *PIP_WHEEL, "-w", str(tmp_path), str(source)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "SPECPLAN_ARCHS": "sm_90b"},
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "unknown arch 'sm_90b'; did you mean 'sm_90a'?" in done.stderr + done.stdout
+    assert not list(tmp_path.iterdir())
