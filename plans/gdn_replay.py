@@ -78,6 +78,9 @@ def is_grouped(
 class CommitterError(RuntimeError):
     """A second party wants to commit histories that another one commits already."""
 
+    #: A stable code for programs, as every error of specplan has one.
+    reason = "committer"
+
 
 #: The committers among the ops, by the name under which they claim cursors.
 VERIFY = "gdn_replay.verify"

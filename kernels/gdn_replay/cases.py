@@ -493,6 +493,12 @@ def declined(device: torch.device) -> Iterator[tuple[str, dict[str, Any], Tensor
         yield changed("verify", f"{name} is bf16", **{name: lambda t: t.bfloat16()})
         yield changed("verify", f"{name} has a head less", **{name: lambda t: t[:-1]})
     yield changed("verify", "q is 2 bytes off", q=_two_bytes_off)
+    for name in ("q", "k", "v", "out"):
+        odd = {name: lambda t: _wider(t, 1, 4)}
+        yield changed("verify", f"tokens of {name} are no multiple of 16 bytes apart", **odd)
+        yield changed("verify", f"{name} is not dense", **{name: lambda t: _wider(t, 3, 1)})
+    for name in ("a", "b"):
+        yield changed("verify", f"{name} is not dense", **{name: lambda t: _wider(t, 2, 1)})
     yield changed("verify", "9 tokens", **dict.fromkeys(steps, _nine_tokens))
     yield changed("verify", "splits are 3", splits=3)
     yield changed("verify", "scale is a text", scale="1")
@@ -502,6 +508,14 @@ def declined(device: torch.device) -> Iterator[tuple[str, dict[str, Any], Tensor
                 continue
             wider = {name: lambda t: t.double()}
             yield changed(op, f"{name} is float64", pool=pools(**wider))
+            if name not in ("hist_len", "bank", "rec_G"):
+                off = {name: lambda t: _wider(t, 0, 1)}
+                yield changed(
+                    op, f"slots of {name} are no multiple of 16 bytes apart", pool=pools(**off)
+                )
+            if name not in ("hist_len", "bank"):
+                sparse = {name: lambda t: _wider(t, 1, 8)}
+                yield changed(op, f"{name} is not dense", pool=pools(**sparse))
             fewer = {name: lambda t: t[:-1]}
             yield changed(op, f"{name} has a slot less", pool=pools(**fewer))
     for tokens in (0, -1, 9):
@@ -511,6 +525,17 @@ def declined(device: torch.device) -> Iterator[tuple[str, dict[str, Any], Tensor
 def _two_bytes_off(tensor: Tensor) -> Tensor:
     wide = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
     return wide[1:].view(tensor.shape)
+
+
+def _wider(tensor: Tensor, at: int, by: int) -> Tensor:
+    """A tensor of that shape whose stride ``at`` is ``by`` elements more than the dense one."""
+    strides, dense = [0] * tensor.dim(), 1
+    for i in reversed(range(tensor.dim())):
+        dense += by if i == at else 0
+        strides[i] = dense
+        dense *= tensor.shape[i]
+    memory = torch.zeros(dense, dtype=tensor.dtype, device=tensor.device)
+    return memory.as_strided(tensor.shape, strides)
 
 
 def _nine_tokens(tensor: Tensor) -> Tensor:
