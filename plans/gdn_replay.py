@@ -21,11 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from specplan.plans.arch import Arch
 from specplan.plans.plan import Plan
 
 HEAD = 128
+#: Records of a history bank.
+WINDOW = 16
 SPLITS = (1, 2, 4, 8)
 #: Compiled token capacities: a launch of T tokens takes the smallest that holds it.
 TOKENS = (4, 8)
@@ -70,6 +73,143 @@ def is_grouped(
     if ratio == 1 or splits > 1 or ELEMENT[dtype] > 2:
         return False
     return requests * geometry["key_heads"] >= RESIDENT_GROUPED * arch.sm_count
+
+
+class CommitterError(RuntimeError):
+    """A second party wants to commit histories that another one commits already."""
+
+    #: A stable code for programs, as every error of specplan has one.
+    reason = "committer"
+
+
+#: The committers among the ops, by the name under which they claim cursors.
+VERIFY = "gdn_replay.verify"
+MATERIALIZE = "gdn_replay.materialize in place"
+
+
+class Cursors:
+    """The cursors of a model's slots, shared by its layers, and who commits their histories.
+
+    Two parties that both fold an accepted history into the checkpoint give wrong states and no
+    error: so the first one that is bound claims the cursors, and a second one is refused.
+
+    Parameters
+    ----------
+    hist_len, bank
+        int32 [slots] tensors, dense: live records of each slot, 0..16, and the bank that holds
+        them, 0 or 1. Written by ``advance`` and ``reset`` only.
+    key_heads, value_heads, dtype
+        Geometry of the layers and dtype of their states: they name the cells of every op.
+
+    Raises
+    ------
+    ValueError
+        For a geometry or dtype that the family does not have.
+    """
+
+    __slots__ = ("_bank", "_committer", "_hist_len", "dtype", "geometry", "key")
+
+    def __init__(
+        self, hist_len: Any, bank: Any, *, key_heads: int, value_heads: int, dtype: str = "bf16"
+    ) -> None:
+        if dtype not in ELEMENT:
+            raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(ELEMENT)}")
+        if key_heads < 1 or value_heads < 1 or value_heads % key_heads:
+            raise ValueError(
+                f"value_heads {value_heads} is not a positive multiple of key_heads {key_heads}"
+            )
+        self._hist_len, self._bank = hist_len, bank
+        self.geometry = (key_heads, value_heads)
+        self.dtype = dtype
+        self.key = (key_heads, value_heads, dtype)
+        self._committer: str | None = None
+
+    @property
+    def hist_len(self) -> Any:
+        """Live records of each slot."""
+        return self._hist_len
+
+    @property
+    def bank(self) -> Any:
+        """The bank that holds them."""
+        return self._bank
+
+    @property
+    def committer(self) -> str | None:
+        """Who commits, or None while nobody has said so."""
+        return self._committer
+
+    def claim(self, committer: str) -> None:
+        """Say who commits; again by the same one is no error.
+
+        Raises
+        ------
+        CommitterError
+            Another one commits already.
+        """
+        if self._committer is None:
+            self._committer = committer
+        elif self._committer != committer:
+            raise CommitterError(
+                f"{committer} would commit histories that {self._committer} commits already; a "
+                "history folded twice is a wrong state. Keep one of the two"
+            )
+
+
+class Pool:
+    """One layer's checkpoints and records, under the cursors that all layers share.
+
+    Parameters
+    ----------
+    cursors
+        See :class:`Cursors`.
+    state
+        bf16 or fp32 [slots, HV, 128, 128], K contiguous: the checkpoints. Dense within a slot, as
+        the other pools are; the stride of the slots is free, a multiple of 16 bytes.
+    rec_u, rec_k
+        bf16 [slots, HV, 2, 16, 128] and [slots, HK, 2, 16, 128].
+    rec_G
+        fp32 [slots, HV, 2, 16].
+
+    Raises
+    ------
+    ValueError
+        For pools whose heads or state dtype are not those of the cursors.
+    """
+
+    __slots__ = ("cursors", "tensors")
+
+    def __init__(self, cursors: Cursors, state: Any, rec_u: Any, rec_k: Any, rec_G: Any) -> None:
+        keys, values = cursors.geometry
+        wanted = {
+            "state": (state, (values, HEAD, HEAD)),
+            "rec_u": (rec_u, (values, 2, WINDOW, HEAD)),
+            "rec_k": (rec_k, (keys, 2, WINDOW, HEAD)),
+            "rec_G": (rec_G, (values, 2, WINDOW)),
+        }
+        slots = cursors.hist_len.shape[0]
+        for name, (tensor, shape) in wanted.items():
+            if tuple(tensor.shape) != (slots, *shape):
+                raise ValueError(
+                    f"{name} is {tuple(tensor.shape)}, expected {(slots, *shape)}: {slots} slots, "
+                    f"{keys}/{values} heads"
+                )
+        if state.element_size() != ELEMENT[cursors.dtype]:
+            raise ValueError(f"state is {state.dtype}, the cursors say {cursors.dtype}")
+        self.cursors = cursors
+        self.tensors = (state, rec_u, rec_k, rec_G, cursors.hist_len, cursors.bank)
+
+    def commits(self, slot: Any, tokens: int) -> Any:
+        """Which rows of a step of ``tokens`` tokens fold their history: a bool tensor [N].
+
+        A verify launch may be repeated before ``advance`` only if none does.
+        """
+        return commits(self.cursors.hist_len, slot, tokens)
+
+
+def commits(hist_len: Any, slot: Any, tokens: int) -> Any:
+    """The kernel's predicate P + tokens > 16, by row; False for padding rows."""
+    return (slot >= 0) & (hist_len[slot.clamp(min=0).long()] + tokens > WINDOW)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from specplan.gather import Gather
+from specplan.gdn_replay import GdnReplay
 from specplan.plans.manifest import PlanRecord
 from specplan.rollback import Rollback
 from specplan.scatter import Scatter
@@ -29,5 +30,5 @@ class RuntimeFamily(Protocol):
 
 
 FAMILIES: Mapping[str, RuntimeFamily] = MappingProxyType(
-    {"scatter": Scatter, "gather": Gather, "rollback": Rollback}
+    {"scatter": Scatter, "gather": Gather, "rollback": Rollback, "gdn_replay": GdnReplay}
 )

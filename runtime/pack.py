@@ -19,6 +19,7 @@ from specplan.errors import (
 )
 from specplan.families import FAMILIES
 from specplan.gather import Gather
+from specplan.gdn_replay import GdnReplay
 from specplan.plans import locations, manifest
 from specplan.plans.cell import Cell, nearest
 from specplan.plans.families import FAMILIES as PLANNING
@@ -50,7 +51,8 @@ def load(
     Returns
     -------
     Pack
-        With one attribute a family: ``pack.scatter``, ``pack.gather``, ``pack.rollback``.
+        With one attribute a family: ``pack.scatter``, ``pack.gather``, ``pack.rollback``,
+        ``pack.gdn_replay``.
 
     Raises
     ------
@@ -189,7 +191,7 @@ class Picked:
 
 class Pack:
     """The loaded packs of one or more archs. Families are attributes: ``pack.scatter``,
-    ``pack.gather``, ``pack.rollback``.
+    ``pack.gather``, ``pack.rollback``, ``pack.gdn_replay``.
 
     A pack stays usable while the files under it are replaced: its objects are mapped, and a new
     :func:`load` sees the new ones.
@@ -198,6 +200,7 @@ class Pack:
     scatter: Scatter
     gather: Gather
     rollback: Rollback
+    gdn_replay: GdnReplay
 
     def __init__(self, packs: Sequence[_ArchPack], *, candidates: bool) -> None:
         self._packs = {pack.manifest.arch: pack for pack in packs}

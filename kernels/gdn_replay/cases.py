@@ -1,205 +1,40 @@
 """Inputs and expectations of ``gdn_replay`` for tests, certification and benchmarks.
 
-Every buffer that an op may write is handed out with its *backing* memory: the pools are strided
-views of pages with a guard behind each slot, q, k, v are columns of one packed row, a and b of
-another, ``slot`` is a column of a wider table. A check compares a backing whole: what the op must
-write within a bound, every other byte bit for bit. ``out`` and the dead rows of the records hold
-NaN beforehand, so that a value that is not written, or is read although dead, shows.
+All buffers of a case, inputs included, lie in one storage with guard bytes between them; the pools
+are strided views with a guard behind each slot, q, k, v are columns of one packed row, a and b of
+another, ``slot`` is a column of a wider table. A comparison covers the storage whole: what the op
+must write within a bound, every other byte bit for bit. ``out`` and the dead rows of the records
+hold NaN beforehand, so that a value that is not written, or is read although dead, shows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
+from specplan.kernels.case import Comparison
 from specplan.kernels.gdn_replay import reference
+from specplan.plans import gdn_replay as plan
+from specplan.plans.gdn_replay import HEAD, WINDOW
 from torch import Tensor
 
-HEAD = 128
-WINDOW = 16
 #: Elements behind each slot of a pool; keeps the 16-byte alignment that the kernels ask for.
 GUARD = 64
+#: Guard bytes between buffers, and their alignment.
+GUARD_BYTES = 256
 STATE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-@dataclass(frozen=True)
-class Check:
-    """One buffer after the op: within ``atol + rtol |want|`` where ``written``, bit for bit
-    elsewhere.
-    """
-
-    buffer: str
-    want: Tensor
-    written: Tensor
-    atol: float
-    rtol: float
-    source: str
-
-    def error(self, got: Tensor) -> float:
-        """Largest error as a fraction of its bound; inf where a byte changed that must not, or a
-        NaN was written.
-        """
-        bits = torch.int16 if got.element_size() == 2 else torch.int32
-        same = got.view(bits) == self.want.view(bits)
-        if not bool((same | self.written).all()):
-            return float("inf")
-        want = self.want.float()
-        share = (got.float() - want).abs() / (self.atol + self.rtol * want.abs())
-        share = torch.where(same | ~self.written, 0.0, share)
-        return float("inf") if bool(share.isnan().any()) else float(share.max())
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call of one op: arguments in order, the memory behind them, and what must be there
-    afterwards.
-    """
-
-    name: str
-    op: str
-    arguments: Mapping[str, Tensor | int | float]
-    backing: Mapping[str, Tensor]
-    checks: tuple[Check, ...]
-
-    def errors(self) -> dict[str, float]:
-        """Error of every checked buffer as a fraction of its bound, read from the backings."""
-        return {check.buffer: check.error(self.backing[check.buffer]) for check in self.checks}
-
-
-@dataclass(frozen=True)
-class Step:
-    """The tensors of one verify step, by the names of the op's arguments, and the memory that backs
-    them.
-    """
-
-    tensors: dict[str, Tensor]
-    backing: dict[str, Tensor] = field(repr=False)
-
-    def clone(self) -> Step:
-        """The same step in memory of its own, with the same strides."""
-        copies = {name: memory.clone() for name, memory in self.backing.items()}
-        moved = {}
-        for name, tensor in self.tensors.items():
-            base = _base_of(name)
-            if base in copies:
-                moved[name] = copies[base].as_strided(
-                    tensor.shape, tensor.stride(), tensor.storage_offset()
-                )
-            else:
-                moved[name] = tensor
-        return Step(moved, copies)
-
-
-def _base_of(name: str) -> str:
-    return {"q": "qkv", "k": "qkv", "v": "qkv", "a": "ba", "b": "ba", "slot": "slots"}.get(
-        name, name
-    )
-
-
-def _pool(
-    slots: int, shape: tuple[int, ...], dtype: torch.dtype, device: str
-) -> tuple[Tensor, Tensor]:
-    """A pool whose slot dimension is strided, and its backing [slots, numel + GUARD]."""
-    numel = 1
-    for extent in shape:
-        numel *= extent
-    backing = torch.zeros(slots, numel + GUARD, dtype=dtype, device=device)
-    return backing[:, :numel].unflatten(1, shape), backing
-
-
-def make_step(
-    geometry: Mapping[str, int],
-    requests: int,
-    tokens: int,
-    dtype: str,
-    device: str = "cpu",
-    seed: int = 0,
-    lengths: Tensor | None = None,
-    padding: bool = True,
-    spare: int = 1,
-    poison: bool = True,
-) -> Step:
-    """Random inputs of one step. History lengths cover 0..W over the rows unless given; every fifth
-    row is padding.
-
-    Magnitudes follow what the recurrence itself produces: |S| about 0.3, |u| about 1, unit keys,
-    decays between 0.05 and 1 a token, heads with distinct A_log.
-    """
-    HK, HV = geometry["key_heads"], geometry["value_heads"]
-    gen = torch.Generator(device=device).manual_seed(seed * 1_000_003 + requests * 8 + tokens)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=gen, device=device)
-
-    slots = requests + spare
-    bf16 = torch.bfloat16
-    qkv = normal(requests, tokens, (2 * HK + HV) * HEAD).to(bf16)
-    ba = normal(requests, tokens, 2 * HV).to(bf16)
-    table = torch.full((requests, 3), 2**30, dtype=torch.int32, device=device)
-    order = torch.randperm(slots, generator=gen, device=device)[:requests].to(torch.int32)
-    if padding:
-        order[torch.arange(requests, device=device) % 5 == 2] = -1
-    table[:, 1] = order
-
-    state, state_backing = _pool(slots, (HV, HEAD, HEAD), STATE_DTYPES[dtype], device)
-    rec_u, u_backing = _pool(slots, (HV, 2, WINDOW, HEAD), bf16, device)
-    rec_k, k_backing = _pool(slots, (HK, 2, WINDOW, HEAD), bf16, device)
-    rec_G, G_backing = _pool(slots, (HV, 2, WINDOW), torch.float32, device)
-    for slot in range(slots):
-        state[slot] = (0.3 * normal(HV, HEAD, HEAD)).to(state.dtype)
-    rec_u.copy_(normal(*rec_u.shape))
-    rec_k.copy_(reference.unit(normal(*rec_k.shape), torch.float32))
-    rec_G.copy_(-torch.rand(rec_G.shape, generator=gen, device=device).mul(0.5).cumsum(-1))
-    if lengths is None:
-        lengths = (torch.arange(slots, device=device) * 5 + seed) % (WINDOW + 1)
-    hist_len = lengths.to(torch.int32).to(device)
-    bank = torch.randint(0, 2, (slots,), generator=gen, device=device).to(torch.int32)
-    if poison:
-        row = torch.arange(WINDOW, device=device)
-        this = torch.arange(2, device=device)[None, :, None] == bank[:, None, None]
-        dead = ~(this & (row < hist_len[:, None, None]))  # [slots, 2, W]
-        for pool in (rec_u, rec_k, rec_G):
-            mask = dead[:, None] if pool.ndim == 4 else dead[:, None, ..., None]
-            pool.masked_fill_(mask, float("nan"))
-
-    out = torch.full((requests, tokens, HV, HEAD), float("nan"), dtype=bf16, device=device)
-    width = HK * HEAD
-    tensors = {
-        "q": qkv[..., :width].unflatten(-1, (HK, HEAD)),
-        "k": qkv[..., width : 2 * width].unflatten(-1, (HK, HEAD)),
-        "v": qkv[..., 2 * width :].unflatten(-1, (HV, HEAD)),
-        "a": ba[..., HV:],
-        "b": ba[..., :HV],
-        "A_log": torch.linspace(-3.0, 1.0, HV, device=device),
-        "dt_bias": 0.5 * normal(HV) - 1.0,
-        "state": state,
-        "rec_u": rec_u,
-        "rec_k": rec_k,
-        "rec_G": rec_G,
-        "hist_len": hist_len,
-        "bank": bank,
-        "slot": table[:, 1],
-        "out": out,
-    }
-    backing = {
-        "qkv": qkv,
-        "ba": ba,
-        "slots": table,
-        "state": state_backing,
-        "rec_u": u_backing,
-        "rec_k": k_backing,
-        "rec_G": G_backing,
-        "hist_len": hist_len,
-        "bank": bank,
-        "out": out,
-    }
-    return Step(tensors, backing)
-
+POOLS = ("state", "rec_u", "rec_k", "rec_G")
+#: The cases of 256 requests of 64 heads hold 2 to 4 GB, and certification keeps copies of them.
+CELLS_A_GRAPH = 4
+#: Rows that materialize runs on in a cell of several tokens. It does not depend on the tokens: the
+#: cells of one token, which are those that its calls come to, run it on all their requests.
+FEW_ROWS = 8
 
 #: buffer -> (atol, rtol, where it comes from): against the sequential float32 reference, on the
-#: inputs of ``make_step``. "Seen" is the share of the bound that was measured: rec_G and the bf16
+#: inputs of ``fill``. "Seen" is the share of the bound that was measured: rec_G and the bf16
 #: state on an H200 (14 compiled functions of an earlier version, 4 head ratios, 1..8 tokens,
 #: history lengths 0..16), the others with the matrix-form reference on a CPU. The device code as it
 #: is now has not run on a GPU.
@@ -212,109 +47,204 @@ BOUNDS = {
 }
 #: An fp32 checkpoint is folded with two-term operands: 2^-17 of a sum of 16 products of size 1.
 FP32_STATE_BOUND = (1e-4, 1e-4, "two-term operands; seen 0.04")
+#: Every so many heads one decays by about e^-100 a token: exponentials of sums would overflow.
+STRONG = 8
 
 
-def _whole(pool: Tensor, backing: Tensor, touched: Tensor) -> Tensor:
-    """A mask over a pool, False on the guards behind its slots."""
-    mask = torch.zeros(backing.shape, dtype=torch.bool, device=backing.device)
-    numel = pool[0].numel()
-    mask[:, :numel] = touched.expand(pool.shape).reshape(pool.shape[0], numel)
-    return mask
-
-
-def written_by_verify(step: Step) -> dict[str, Tensor]:
-    """Masks over the backings of what a verify step must write, from the cursors before it."""
-    tensors = step.tensors
-    tokens = tensors["q"].shape[1]
-    hist_len, bank, slot = tensors["hist_len"], tensors["bank"], tensors["slot"]
-    slots = hist_len.shape[0]
-    active = torch.zeros(slots, dtype=torch.bool, device=slot.device)
-    active[slot[slot >= 0].long()] = True
-    commits = active & (hist_len + tokens > WINDOW)
-    start = torch.where(commits, 0, hist_len)[:, None, None]
-    into = torch.where(commits, 1 - bank, bank)[:, None, None]
-    row = torch.arange(WINDOW, device=slot.device)
-    here = torch.arange(2, device=slot.device)[:, None] == into
-    rows = active[:, None, None] & here & (row >= start) & (row < start + tokens)
-    backing = step.backing
-    masks = {"out": torch.ones_like(backing["out"], dtype=torch.bool)}
-    for name in ("rec_u", "rec_k"):
-        masks[name] = _whole(tensors[name], backing[name], rows[:, None, :, :, None])
-    masks["rec_G"] = _whole(tensors["rec_G"], backing["rec_G"], rows[:, None])
-    masks["state"] = _whole(tensors["state"], backing["state"], commits[:, None, None, None])
-    return masks
-
-
-def verify_case(step: Step, name: str) -> Case:
-    """The call of ``verify`` on a step, and what the sequential reference says must be there
-    afterwards.
+@dataclass(frozen=True)
+class Step:
+    """The tensors of one verify step, by the names of the op's arguments; the row integers of the
+    other ops; the memory that backs them; and the storage that holds all of it.
     """
-    bounds = dict(BOUNDS)
-    if step.tensors["state"].dtype == torch.float32:
-        bounds["state"] = FP32_STATE_BOUND
-    want = step.clone()
-    arguments: dict[str, Any] = dict(want.tensors)
-    reference.verify(**arguments)
-    masks = written_by_verify(step)
-    checks = [Check(n, want.backing[n], masks[n], *bounds[n]) for n in masks]
-    checks += [_untouched(n, step.backing[n]) for n in ("qkv", "ba", "slots", "hist_len", "bank")]
-    arguments = {**step.tensors, "scale": HEAD**-0.5}
-    return Case(name, "verify", arguments, step.backing, tuple(checks))
+
+    tensors: dict[str, Tensor]
+    integers: dict[str, Tensor]
+    backing: dict[str, Tensor]
+    buffer: Tensor
+    spans: tuple[tuple[int, int], ...]
+
+    def over(self, buffer: Tensor) -> Step:
+        """The same step in another storage of the same size, with the same strides."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            start = tensor.storage_offset()
+            whole = buffer.view(tensor.dtype)
+            return whole.as_strided(tensor.shape, tensor.stride(), start)
+
+        return Step(
+            {name: moved(tensor) for name, tensor in self.tensors.items()},
+            {name: moved(tensor) for name, tensor in self.integers.items()},
+            {name: moved(tensor) for name, tensor in self.backing.items()},
+            buffer,
+            self.spans,
+        )
+
+    def clone(self) -> Step:
+        """The same step in memory of its own, with the same strides."""
+        return self.over(self.buffer.clone())
 
 
-def _untouched(name: str, memory: Tensor) -> Check:
-    nothing = torch.zeros(memory.shape, dtype=torch.bool, device=memory.device)
-    return Check(name, memory.clone(), nothing, 0.0, 0.0, "read only")
-
-
-def cursor_cases(step: Step, tokens: int) -> Iterator[Case]:
-    """``advance`` and ``reset``: integers, so bit for bit."""
-    device = step.tensors["slot"].device
-    for op in ("advance", "reset"):
-        mine = step.clone()
-        t = mine.tensors
-        n_acc = torch.arange(t["slot"].shape[0], device=device, dtype=torch.int32) % (tokens + 1)
-        want = {name: t[name].clone() for name in ("hist_len", "bank")}
-        arguments: dict[str, Tensor | int | float] = {
-            name: t[name] for name in ("hist_len", "bank", "slot")
+def allocate(
+    geometry: Mapping[str, int],
+    requests: int,
+    tokens: int,
+    dtype: str,
+    device: torch.device | str,
+    spare: int = 1,
+    pools: bool = True,
+) -> Step:
+    """Buffers of one step for ``requests`` rows and ``spare`` slots more; without ``pools`` only
+    what the cursor ops take.
+    """
+    HK, HV = geometry["key_heads"], geometry["value_heads"]
+    slots, bf16, fp32, int32 = requests + spare, torch.bfloat16, torch.float32, torch.int32
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        "slots": (int32, (requests, 3)),
+        "rows": (int32, (requests, 4)),
+        "hist_len": (int32, (slots,)),
+        "bank": (int32, (slots,)),
+    }
+    inner = {
+        "state": (STATE_DTYPES[dtype], (HV, HEAD, HEAD)),
+        "rec_u": (bf16, (HV, 2, WINDOW, HEAD)),
+        "rec_k": (bf16, (HK, 2, WINDOW, HEAD)),
+        "rec_G": (fp32, (HV, 2, WINDOW)),
+    }
+    if pools:
+        shapes |= {
+            "qkv": (bf16, (requests, tokens, (2 * HK + HV) * HEAD)),
+            "ba": (bf16, (requests, tokens, 2 * HV)),
+            "A_log": (fp32, (HV,)),
+            "dt_bias": (fp32, (HV,)),
+            "out": (bf16, (requests, tokens, HV, HEAD)),
         }
-        if op == "advance":
-            arguments |= {"n_acc": n_acc, "tokens": tokens}
-            reference.advance(want["hist_len"], want["bank"], t["slot"], n_acc, tokens)
-        else:
-            reference.reset(want["hist_len"], want["bank"], t["slot"])
-        nothing = torch.zeros_like(want["bank"], dtype=torch.bool)
-        checks = [Check(n, want[n], nothing, 0.0, 0.0, "integers") for n in want]
-        checks.append(_untouched("slots", mine.backing["slots"]))
-        yield Case(op, op, arguments, mine.backing, tuple(checks))
+        shapes |= {
+            name: (kind, (slots, prod(shape) + GUARD)) for name, (kind, shape) in inner.items()
+        }
+    starts, size = {}, GUARD_BYTES
+    for name, (kind, shape) in shapes.items():
+        starts[name] = size
+        end = size + prod(shape) * kind.itemsize + GUARD_BYTES
+        size = -(-end // GUARD_BYTES) * GUARD_BYTES
+    buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+    backing, spans = {}, []
+    for name, (kind, shape) in shapes.items():
+        end = starts[name] + prod(shape) * kind.itemsize
+        spans.append((starts[name], end))
+        whole = buffer.view(kind)
+        strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
+        backing[name] = whole.as_strided(shape, strides, starts[name] // kind.itemsize)
+    tensors = {name: backing[name] for name in ("hist_len", "bank")}
+    tensors["slot"] = backing["slots"][:, 1]
+    rows = ("n_acc", "src", "dst", "count")
+    integers = {name: backing["rows"][:, i] for i, name in enumerate(rows)}
+    if pools:
+        width = HK * HEAD
+        tensors |= {name: backing[name] for name in ("A_log", "dt_bias", "out")}
+        tensors["q"] = backing["qkv"][..., :width].unflatten(-1, (HK, HEAD))
+        tensors["k"] = backing["qkv"][..., width : 2 * width].unflatten(-1, (HK, HEAD))
+        tensors["v"] = backing["qkv"][..., 2 * width :].unflatten(-1, (HV, HEAD))
+        tensors["a"], tensors["b"] = backing["ba"][..., HV:], backing["ba"][..., :HV]
+        for name, (_, shape) in inner.items():
+            tensors[name] = backing[name][:, : prod(shape)].unflatten(1, shape)
+        tensors = {name: tensors[name] for name in reference_arguments("verify")}
+    return Step(tensors, integers, backing, buffer, tuple(spans))
 
 
-def materialize_case(step: Step) -> Case:
-    """Every slot below the first half into one of the second, one in place, one skipped by src and
-    one by dst.
+def fill(
+    step: Step,
+    generator: torch.Generator,
+    seed: int,
+    tokens: int,
+    *,
+    lengths: Tensor | None = None,
+    padding: bool = True,
+    poison: bool = True,
+) -> None:
+    """New random inputs in place. History lengths cover 0..W over the slots unless given; every
+    fifth row is padding.
+
+    Magnitudes follow what the recurrence itself produces: |S| about 0.3, |u| about 1, unit keys,
+    decays between 0.05 and 1 a token, heads with distinct A_log.
     """
-    mine = step.clone()
-    t = mine.tensors
-    device = t["slot"].device
-    half = t["state"].shape[0] // 2
-    src = torch.arange(half, device=device, dtype=torch.int32)
-    dst = src + half
-    count = (t["hist_len"][:half] - src % 3).clamp(min=0).to(torch.int32)
-    if half > 3:
-        dst[0], src[1], dst[2] = 0, -1, -1
-    pools = ("state", "rec_u", "rec_k", "rec_G", "bank")
-    want = mine.clone()
-    w = want.tensors
-    reference.materialize(
-        w["state"], w["rec_u"], w["rec_k"], w["rec_G"], w["bank"], src, dst, count
-    )
-    written = torch.zeros(mine.backing["state"].shape, dtype=torch.bool, device=device)
-    written[dst[(src >= 0) & (dst >= 0)].long(), : t["state"][0].numel()] = True
-    bound = FP32_STATE_BOUND if t["state"].dtype == torch.float32 else BOUNDS["state"]
-    checks = [Check("state", want.backing["state"], written, *bound)]
-    checks += [_untouched(n, mine.backing[n]) for n in ("rec_u", "rec_k", "rec_G", "bank")]
-    arguments = {**{name: t[name] for name in pools}, "src": src, "dst": dst, "count": count}
-    return Case("materialize", "materialize", arguments, mine.backing, tuple(checks))
+    t, backing, device = step.tensors, step.backing, step.buffer.device
+    requests, slots = t["slot"].shape[0], t["hist_len"].shape[0]
+    step.buffer.view(torch.int32).random_(-(1 << 31), (1 << 31) - 1, generator=generator)
+    row = torch.arange(slots, device=device)
+    order = torch.randperm(slots, generator=generator, device=device)[:requests]
+    if padding:
+        order[row[:requests] % 5 == 2] = -1
+    t["slot"].copy_(order)
+    t["hist_len"].copy_((row * 5 + seed) % (WINDOW + 1) if lengths is None else lengths)
+    t["bank"].random_(0, 2, generator=generator)
+    step.integers["n_acc"].random_(0, tokens + 1, generator=generator)
+    if "state" not in t:
+        return
+    half = slots // 2
+    src = row[:requests]
+    i = step.integers
+    i["src"].copy_(src)
+    i["dst"].copy_(half + src)
+    i["count"].copy_((t["hist_len"][:requests] - src % 3).clamp(min=0))
+    if requests > 3:
+        i["dst"][0], i["src"][1], i["dst"][2] = 0, -1, -1
+
+    backing["qkv"].normal_(generator=generator)
+    backing["ba"].normal_(generator=generator)
+    heads = t["A_log"].shape[0]
+    t["A_log"].copy_(torch.linspace(-3.0, 1.0, heads, device=device))
+    t["dt_bias"].normal_(-1.0, 0.5, generator=generator)
+    if heads >= STRONG:
+        t["A_log"][STRONG - 1 :: STRONG] = 4.0
+        t["dt_bias"][STRONG - 1 :: STRONG] = 2.0
+    backing["state"].normal_(0.0, 0.3, generator=generator)
+    backing["rec_u"].normal_(generator=generator)
+    backing["rec_k"].normal_(generator=generator)
+    t["rec_k"].copy_(reference.unit(t["rec_k"], torch.float32))
+    backing["rec_G"].uniform_(0.0, 0.5, generator=generator)
+    t["rec_G"].copy_(-t["rec_G"].cumsum(-1))
+    if poison:
+        at = torch.arange(WINDOW, device=device)
+        this = torch.arange(2, device=device)[None, :, None] == t["bank"][:, None, None]
+        dead = ~(this & (at < t["hist_len"][:, None, None]))  # [slots, 2, W]
+        for name in ("rec_u", "rec_k"):
+            t[name].masked_fill_(dead[:, None, ..., None], float("nan"))
+        t["rec_G"].masked_fill_(dead[:, None], float("nan"))
+    t["out"].fill_(float("nan"))
+
+
+def make_step(
+    geometry: Mapping[str, int],
+    requests: int,
+    tokens: int,
+    dtype: str,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    lengths: Tensor | None = None,
+    padding: bool = True,
+    spare: int = 1,
+    poison: bool = True,
+) -> Step:
+    """A step with its inputs drawn; see ``allocate`` and ``fill``."""
+    step = allocate(geometry, requests, tokens, dtype, device, spare)
+    generator = torch.Generator(device=device).manual_seed(seed * 1_000_003 + requests * 8 + tokens)
+    fill(step, generator, seed, tokens, lengths=lengths, padding=padding, poison=poison)
+    return step
+
+
+def full_lengths(slots: int, tokens: int, device: torch.device | str) -> Tensor:
+    """Lengths at which a step of ``tokens`` tokens commits, whatever the row."""
+    return WINDOW - torch.arange(slots, device=device) % tokens
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A step as it must be afterwards, and what of it the op may have written, as a mask over each
+    tensor that it writes.
+    """
+
+    step: Step
+    written: Mapping[str, Tensor]
 
 
 def checks(
@@ -323,29 +253,290 @@ def checks(
     tokens: int,
     splits: int,
     dtype: str,
-    device: str,
-) -> Iterator[Case]:
-    """The calls that certify a cell. ``splits`` changes the plan, not what must come out.
+    device: torch.device | str,
+) -> Iterator[GdnCase]:
+    """The cases that a cell must pass. ``splits`` changes the plan, not what must come out.
 
-    verify on history lengths 0..W with padding rows, on rows that all commit, and under decays of
-    e^-100 a token; the cursor ops on the same slots; materialize on at most 8 rows, because it does
-    not depend on the cell.
+    Verify on history lengths 0..W with padding rows, and on rows that all commit; the cursor ops on
+    every row; materialize on every row where tokens is 1, and else on a few.
     """
-    del splits
-    step = make_step(geometry, requests, tokens, dtype, device, seed=requests)
-    yield from cursor_cases(step, tokens)
-    yield verify_case(step, "every history length")
 
-    slots = step.tensors["hist_len"].shape[0]
-    full = WINDOW - torch.arange(slots, device=device) % tokens
-    step = make_step(geometry, requests, tokens, dtype, device, seed=requests + 1, lengths=full)
-    yield verify_case(step, "every row commits")
+    def case(name: str, op: str, **options: Any) -> GdnCase:
+        return GdnCase(name, op, geometry, requests, tokens, splits, dtype, device, **options)
 
-    step = make_step(geometry, requests, tokens, dtype, device, seed=requests + 2)
-    step.tensors["A_log"].fill_(4.0)
-    step.tensors["dt_bias"].fill_(2.0)
-    yield verify_case(step, "strong decay")
+    yield case("every history length", "verify")
+    yield case("every row commits", "verify", full=True)
+    yield case("cursors", "advance")
+    yield case("cursors", "reset")
+    rows = requests if tokens == 1 else min(requests, FEW_ROWS)
+    yield case("prefixes", "materialize", rows=rows)
 
-    rows = min(requests, 8)
-    step = make_step(geometry, rows, tokens, dtype, device, seed=requests + 3, spare=rows)
-    yield materialize_case(step)
+
+class GdnCase:
+    """One call of one op (see :class:`specplan.kernels.case.Case`).
+
+    Parameters
+    ----------
+    rows
+        Rows of the call, where they are not the cell's requests.
+    full
+        Whether the histories are so long that every row commits.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        op: str,
+        geometry: Mapping[str, int],
+        requests: int,
+        tokens: int,
+        splits: int,
+        dtype: str,
+        device: torch.device | str,
+        *,
+        rows: int | None = None,
+        full: bool = False,
+    ) -> None:
+        self.name, self.op = name, op
+        self.geometry, self.requests, self.tokens = dict(geometry), requests, tokens
+        self.splits, self.dtype, self.full = splits, dtype, full
+        rows = requests if rows is None else rows
+        spare = rows if op == "materialize" else 1
+        pools = op in ("verify", "materialize")
+        self.step = allocate(geometry, rows, tokens, dtype, device, spare, pools)
+        self.generator = torch.Generator(device=device)
+        self.cursors = plan.Cursors(
+            self.step.tensors["hist_len"], self.step.tensors["bank"], **geometry, dtype=dtype
+        )
+        if pools:
+            self.pool = plan.Pool(self.cursors, *(self.step.tensors[name] for name in POOLS))
+        ends = [0, *(end for _, end in self.step.spans)]
+        starts = [*(start for start, _ in self.step.spans), self.step.buffer.numel()]
+        gaps = [torch.arange(a, b) for a, b in zip(ends, starts, strict=True)]
+        self.gaps = torch.cat(gaps).to(device)
+
+    @property
+    def buffer(self) -> Tensor:
+        return self.step.buffer
+
+    def arguments(self) -> Mapping[str, Any]:
+        t = {**self.step.tensors, **self.step.integers}
+        if self.op == "verify":
+            names = ("q", "k", "v", "a", "b", "A_log", "dt_bias", "slot", "out")
+            return {"pool": self.pool, **{n: t[n] for n in names}, "splits": self.splits}
+        if self.op == "materialize":
+            return {"pool": self.pool, **{n: t[n] for n in ("src", "dst", "count")}}
+        named: dict[str, Any] = {"cursors": self.cursors, "slot": t["slot"]}
+        if self.op == "advance":
+            named |= {"n_acc": t["n_acc"], "tokens": self.tokens}
+        return named
+
+    def compiled_arguments(self) -> tuple[Tensor | int | float, ...]:
+        """The compiled function's arguments in its order, without the plan's launch integers."""
+        names = reference_arguments(self.op)
+        extra = {"verify": (HEAD**-0.5,), "advance": (self.tokens,)}.get(self.op, ())
+        t = {**self.step.tensors, **self.step.integers}
+        return (*(t[name] for name in names), *extra)
+
+    def pick(self) -> Mapping[str, Any]:
+        sizes = {"requests": self.requests, "tokens": self.tokens, "splits": self.splits}
+        return {**self.geometry, **sizes, "dtype": self.dtype}
+
+    def refill(self, seed: int) -> None:
+        self.generator.manual_seed(seed)
+        slots = self.step.tensors["hist_len"].shape[0]
+        lengths = full_lengths(slots, self.tokens, self.buffer.device) if self.full else None
+        fill(self.step, self.generator, seed, self.tokens, lengths=lengths)
+
+    def snapshot(self) -> Tensor:
+        return self.buffer.clone()
+
+    def restore(self, snapshot: Tensor) -> None:
+        self.buffer.copy_(snapshot)
+
+    def expect(self) -> Expected:
+        after = self.step.clone()
+        run_reference(self.op, after, self.tokens)
+        return Expected(after, written_by(self.op, self.step, self.tokens))
+
+    def compare(self, expected: Expected) -> Iterator[Comparison]:
+        got, want = self.step, expected.step
+        stray = (got.buffer[self.gaps] != want.buffer[self.gaps]).sum()
+        for name, memory in got.backing.items():
+            differs = _words(memory) != _words(want.backing[name])
+            if name in expected.written:
+                mine = differs[:, : expected.written[name][0].numel()] if name in POOLS else differs
+                stray = stray + differs.sum() - mine.sum()
+                if name in POOLS:
+                    mine = mine.unflatten(1, expected.written[name].shape[1:])
+                stray = stray + (mine & ~expected.written[name]).sum()
+            else:
+                stray = stray + differs.sum()
+        yield Comparison("all that must not change", "words that differ", stray, 0)
+        for name, written in expected.written.items():
+            atol, rtol, _ = bound_of(name, self.dtype)
+            a, b = got.tensors[name].float(), want.tensors[name].float()
+            share = (a - b).abs_() / (b.abs() * rtol + atol)
+            # A byte that must not change is the other comparison's.
+            error = torch.where(written, share, 0.0).max()
+            yield Comparison(name, f"{name}: |error| / ({atol:g} + {rtol:g} |value|)", error, 1.0)
+
+    def identical(self, snapshot: Tensor) -> Tensor:
+        return (self.buffer.view(torch.int32) != snapshot.view(torch.int32)).sum()
+
+
+def bound_of(name: str, dtype: str) -> tuple[float, float, str]:
+    """(atol, rtol, source) of a buffer that an op writes, by the dtype of the state."""
+    return FP32_STATE_BOUND if name == "state" and dtype == "fp32" else BOUNDS[name]
+
+
+def _words(memory: Tensor) -> Tensor:
+    return memory.view(torch.int16 if memory.element_size() == 2 else torch.int32)
+
+
+def reference_arguments(op: str) -> tuple[str, ...]:
+    """The tensors of an op's reference, and of its compiled function, in their order."""
+    cursors = ("hist_len", "bank", "slot")
+    return {
+        "verify": ("q", "k", "v", "a", "b", "A_log", "dt_bias", *POOLS, *cursors, "out"),
+        "advance": (*cursors, "n_acc"),
+        "reset": cursors,
+        "materialize": (*POOLS, "bank", "src", "dst", "count"),
+    }[op]
+
+
+def run_reference(op: str, step: Step, tokens: int) -> None:
+    """An op's reference on a step, in place."""
+    named = {**step.tensors, **step.integers}
+    arguments: list[Any] = [named[name] for name in reference_arguments(op)]
+    if op == "advance":
+        arguments.append(tokens)
+    getattr(reference, op)(*arguments)
+
+
+def written_by(op: str, step: Step, tokens: int) -> dict[str, Tensor]:
+    """Masks over the float tensors of what an op must write, from the cursors before it. The
+    cursors are integers, and compared bit for bit.
+    """
+    t = step.tensors
+    if op == "materialize":
+        src, dst, state = step.integers["src"], step.integers["dst"], t["state"]
+        hit = torch.zeros(state.shape[0] + 1, dtype=torch.bool, device=dst.device)
+        hit[torch.where((src >= 0) & (dst >= 0), dst, -1).long()] = True
+        return {"state": hit[:-1, None, None, None].expand(state.shape)}
+    if op != "verify":
+        return {}
+    hist_len, bank, slot = t["hist_len"], t["bank"], t["slot"]
+    active = torch.zeros(hist_len.shape[0] + 1, dtype=torch.bool, device=slot.device)
+    active[slot.long()] = True  # padding rows hit the last
+    active = active[:-1]
+    commits = active & (hist_len + tokens > WINDOW)
+    start = torch.where(commits, 0, hist_len)[:, None, None]
+    into = torch.where(commits, 1 - bank, bank)[:, None, None]
+    row = torch.arange(WINDOW, device=slot.device)
+    here = torch.arange(2, device=slot.device)[:, None] == into
+    rows = active[:, None, None] & here & (row >= start) & (row < start + tokens)
+    masks = dict.fromkeys(("rec_u", "rec_k"), rows[:, None, :, :, None])
+    masks |= {"rec_G": rows[:, None], "state": commits[:, None, None, None]}
+    written = {name: mask.expand(t[name].shape) for name, mask in masks.items()}
+    every = torch.ones((), dtype=torch.bool, device=slot.device)
+    return {"out": every.expand(t["out"].shape), **written}
+
+
+def declined(device: torch.device) -> Iterator[tuple[str, dict[str, Any], Tensor]]:
+    """Calls that must be declined and write nothing: what is wrong, the arguments with the op's
+    name under ``op``, and the storage that must not change.
+    """
+    geometry = {"key_heads": 2, "value_heads": 8}
+
+    def changed(op: str, what: str, **changes: Any) -> tuple[str, dict[str, Any], Tensor]:
+        case = GdnCase("declined", op, geometry, 3, 4, 1, "bf16", device)
+        case.refill(1)
+        arguments = {**case.arguments()}
+        if op == "verify":
+            arguments["splits"] = None
+        for name, change in changes.items():
+            arguments[name] = change(arguments[name]) if callable(change) else change
+        return f"{op}: {what}", {**arguments, "op": op}, case.buffer
+
+    def pools(**changes: Any) -> Any:
+        """The pool with some tensors changed, whatever its constructor would say."""
+
+        def change(pool: plan.Pool) -> plan.Pool:
+            other = plan.Pool(pool.cursors, *pool.tensors[:4])
+            named = dict(zip((*POOLS, "hist_len", "bank"), pool.tensors, strict=True))
+            other.tensors = tuple(changes.get(n, lambda t: t)(t) for n, t in named.items())
+            return other
+
+        return change
+
+    rows = {"verify": ("slot",), "advance": ("slot", "n_acc"), "reset": ("slot",)}
+    rows["materialize"] = ("src", "dst", "count")
+    for op, names in rows.items():
+        for name in names:
+            yield changed(op, f"{name} is int64", **{name: lambda t: t.long()})
+            yield changed(op, f"{name} has two dimensions", **{name: lambda t: t.unsqueeze(1)})
+            if len(names) > 1 or op == "verify":
+                yield changed(op, f"{name} is short", **{name: lambda t: t[:-1]})
+            if device.type == "cuda":
+                yield changed(op, f"{name} is on the CPU", **{name: lambda t: t.cpu()})
+    steps = ("q", "k", "v", "a", "b", "out")
+    for name in steps:
+        yield changed("verify", f"{name} is float32", **{name: lambda t: t.float()})
+        yield changed("verify", f"{name} has a row less", **{name: lambda t: t[:-1]})
+        yield changed("verify", f"{name} has a token less", **{name: lambda t: t[:, :-1]})
+        yield changed("verify", f"{name} has a head less", **{name: lambda t: t[:, :, :-1]})
+    for name in ("q", "k", "v", "out"):
+        narrow = {name: lambda t: t[..., :-1]}
+        yield changed("verify", f"heads of {name} are narrow", **narrow)
+    for name in ("A_log", "dt_bias"):
+        yield changed("verify", f"{name} is bf16", **{name: lambda t: t.bfloat16()})
+        yield changed("verify", f"{name} has a head less", **{name: lambda t: t[:-1]})
+    yield changed("verify", "q is 2 bytes off", q=_two_bytes_off)
+    for name in ("q", "k", "v", "out"):
+        odd = {name: lambda t: _wider(t, 1, 4)}
+        yield changed("verify", f"tokens of {name} are no multiple of 16 bytes apart", **odd)
+        yield changed("verify", f"{name} is not dense", **{name: lambda t: _wider(t, 3, 1)})
+    for name in ("a", "b"):
+        yield changed("verify", f"{name} is not dense", **{name: lambda t: _wider(t, 2, 1)})
+    yield changed("verify", "9 tokens", **dict.fromkeys(steps, _nine_tokens))
+    yield changed("verify", "splits are 3", splits=3)
+    yield changed("verify", "scale is a text", scale="1")
+    for op in ("verify", "materialize"):
+        for name in ("rec_u", "rec_k", "rec_G", "state", "hist_len", "bank"):
+            if name == "hist_len" and op == "materialize":
+                continue
+            wider = {name: lambda t: t.double()}
+            yield changed(op, f"{name} is float64", pool=pools(**wider))
+            if name not in ("hist_len", "bank", "rec_G"):
+                off = {name: lambda t: _wider(t, 0, 1)}
+                yield changed(
+                    op, f"slots of {name} are no multiple of 16 bytes apart", pool=pools(**off)
+                )
+            if name not in ("hist_len", "bank"):
+                sparse = {name: lambda t: _wider(t, 1, 8)}
+                yield changed(op, f"{name} is not dense", pool=pools(**sparse))
+            fewer = {name: lambda t: t[:-1]}
+            yield changed(op, f"{name} has a slot less", pool=pools(**fewer))
+    for tokens in (0, -1, 9):
+        yield changed("advance", f"tokens is {tokens}", tokens=tokens)
+
+
+def _two_bytes_off(tensor: Tensor) -> Tensor:
+    wide = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    return wide[1:].view(tensor.shape)
+
+
+def _wider(tensor: Tensor, at: int, by: int) -> Tensor:
+    """A tensor of that shape whose stride ``at`` is ``by`` elements more than the dense one."""
+    strides, dense = [0] * tensor.dim(), 1
+    for i in reversed(range(tensor.dim())):
+        dense += by if i == at else 0
+        strides[i] = dense
+        dense *= tensor.shape[i]
+    memory = torch.zeros(dense, dtype=tensor.dtype, device=tensor.device)
+    return memory.as_strided(tensor.shape, strides)
+
+
+def _nine_tokens(tensor: Tensor) -> Tensor:
+    return torch.cat([tensor, tensor, tensor[:, :1]], dim=1)

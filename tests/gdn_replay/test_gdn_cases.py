@@ -1,4 +1,6 @@
-"""The certification inputs: what they cover, and that their checks can fail."""
+"""The certification inputs: what they cover, that the reference passes, and that their checks can
+fail.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +9,73 @@ import math
 import pytest
 import torch
 from specplan.kernels.gdn_replay import cases, reference
+from specplan.kernels.gdn_replay.cases import GdnCase
 
 GEOMETRY = {"key_heads": 1, "value_heads": 2}
+CELLS = [(1, 1), (3, 4), (9, 8), (6, 1)]
+OPS = ("verify", "advance", "materialize", "reset")
 
 
-def run_reference(case: cases.Case) -> None:
-    getattr(reference, case.op)(**case.arguments)
+def every(requests: int, tokens: int, dtype: str = "bf16") -> list[GdnCase]:
+    return list(cases.checks(GEOMETRY, requests, tokens, 1, dtype, "cpu"))
+
+
+def worst(case: GdnCase, expected: cases.Expected) -> float:
+    """0 where everything is as expected, above 1 where a check fails."""
+    shares = []
+    for comparison in case.compare(expected):
+        error = float(comparison.error)
+        passes = error <= comparison.bound
+        shares.append(error if comparison.bound else (0.0 if passes else math.inf))
+        if math.isnan(error):
+            shares.append(math.inf)
+    return max(shares)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("requests,tokens", [(1, 1), (3, 4), (9, 8)])
+@pytest.mark.parametrize(("requests", "tokens"), CELLS)
 def test_the_reference_passes_and_doing_nothing_fails(
     requests: int, tokens: int, dtype: str
 ) -> None:
     seen = set()
-    for case in cases.checks(GEOMETRY, requests, tokens, 1, dtype, "cpu"):
+    for case in every(requests, tokens, dtype):
         seen.add(case.op)
-        if requests > 1:
-            assert max(case.errors().values()) > 10.0, case.name
-        run_reference(case)
-        assert max(case.errors().values()) == 0.0, case.name
-    assert seen == {"verify", "advance", "reset", "materialize"}
+        case.refill(4)
+        expected = case.expect()
+        if requests > 1 and case.op != "materialize":
+            assert not worst(case, expected) <= 1.0, (case.op, case.name)
+        before = case.snapshot()
+        cases.run_reference(case.op, case.step, tokens)
+        assert worst(case, expected) == 0.0, (case.op, case.name)
+        assert int(case.identical(case.snapshot())) == 0
+        case.restore(before)
+        assert int(case.identical(before)) == 0
+    assert seen == set(OPS)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_matrix_form_with_the_kernels_roundings_stays_within_the_bounds(dtype: str) -> None:
+    """What the device code computes, without the device: the bounds are not exceeded, nor empty.
+    Eight heads, so that one decays strongly.
+    """
+    geometry = {"key_heads": 2, "value_heads": 8}
+    for case in cases.checks(geometry, 9, 4, 1, dtype, "cpu"):
+        if case.op != "verify":
+            continue
+        case.refill(11)
+        expected = case.expect()
+        t = case.step.tensors
+        reference.verify_wy(**t)
+        shares = {c.buffer: float(c.error) for c in case.compare(expected) if c.bound}
+        assert set(shares) == {"out", *cases.POOLS}
+        assert 0.0 < max(shares.values()) <= 1.0, shares
+        assert all(c.bound or float(c.error) == 0 for c in case.compare(expected))
+
+
+def test_the_matrix_form_of_a_materialize_that_does_nothing_is_found() -> None:
+    case = next(c for c in every(6, 1) if c.op == "materialize")
+    case.refill(2)
+    assert not worst(case, case.expect()) <= 1.0
 
 
 def test_a_step_covers_commits_padding_and_every_length() -> None:
@@ -40,21 +88,74 @@ def test_a_step_covers_commits_padding_and_every_length() -> None:
     assert (hist_len[live] + 4 > 16).any() and (hist_len[live] + 4 <= 16).any()
 
 
-@pytest.mark.parametrize("buffer", ["state", "rec_u", "rec_k", "rec_G", "slots", "bank"])
-def test_one_byte_outside_of_what_may_be_written_is_found(buffer: str) -> None:
-    step = cases.make_step(GEOMETRY, 4, 3, "bf16", spare=2)
-    case = cases.verify_case(step, "x")
-    run_reference(case)
-    assert case.errors()[buffer] == 0.0
-    memory = case.backing[buffer]
-    bits = memory.view(torch.int16 if memory.element_size() == 2 else torch.int32)
-    bits.flatten()[-1] ^= 1  # a guard element, or the last slot
-    assert case.errors()[buffer] == math.inf
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_full_histories_commit(tokens: int) -> None:
+    case = next(c for c in every(9, tokens) if c.full)
+    case.refill(0)
+    t = case.step.tensors
+    assert torch.equal(case.pool.commits(t["slot"], tokens), t["slot"] >= 0)
+    assert t["hist_len"].max() <= 16
+
+
+def test_refill_is_a_function_of_the_seed_and_poisons() -> None:
+    for case in every(3, 2):
+        case.refill(7)
+        first = case.snapshot()
+        case.refill(8)
+        assert int(case.identical(first)) > 0
+        case.refill(7)
+        assert int(case.identical(first)) == 0
+        if case.op == "verify":
+            assert case.step.tensors["out"].isnan().all()
+            assert case.step.tensors["rec_u"].isnan().any()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_stray_byte_is_seen(op: str) -> None:
+    """One bit flipped in the guard before and behind every buffer, and in its last element where
+    that is a guard or read only, shows.
+    """
+    case = next(c for c in every(4, 3) if c.op == op)
+    case.refill(1)
+    expected = case.expect()
+    cases.run_reference(op, case.step, 3)
+    good = case.snapshot()
+    assert worst(case, expected) == 0.0
+    names = list(case.step.backing)
+    for name, (start, end) in zip(names, case.step.spans, strict=True):
+        at = [start - 1, end] + ([] if name == "out" and op == "verify" else [end - 1])
+        for place in at:
+            case.restore(good)
+            case.buffer[place] ^= 1
+            assert worst(case, expected) == math.inf, (name, place - start)
+
+
+def test_nan_and_a_wrong_value_in_what_is_written_are_found() -> None:
+    case = next(c for c in every(4, 3) if c.full)
+    case.refill(1)
+    expected = case.expect()
+    cases.run_reference("verify", case.step, 3)
+    good = case.snapshot()
+    for name, written in expected.written.items():
+        place = tuple(int(i[0]) for i in written.nonzero(as_tuple=True))
+        for value in (float("nan"), 9.0, float("inf")):
+            case.restore(good)
+            case.step.tensors[name][place] = value
+            assert not worst(case, expected) <= 1.0, (name, value)
 
 
 def test_a_wrong_head_map_is_found() -> None:
-    step = cases.make_step({"key_heads": 2, "value_heads": 4}, 4, 3, "bf16")
-    case = cases.verify_case(step, "x")
-    t = step.tensors
+    case = GdnCase("x", "verify", {"key_heads": 2, "value_heads": 4}, 4, 3, 1, "bf16", "cpu")
+    case.refill(0)
+    expected = case.expect()
+    t = case.step.tensors
     reference.verify(**(t | {"k": t["k"].flip(2), "q": t["q"].flip(2)}))
-    assert case.errors()["out"] > 10.0
+    assert worst(case, expected) > 10.0
+
+
+def test_declined_calls_differ_from_a_good_one() -> None:
+    seen = set()
+    for what, arguments, _ in cases.declined(torch.device("cpu")):
+        assert arguments["op"] in OPS
+        seen.add(what)
+    assert len(seen) > 60
