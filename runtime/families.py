@@ -11,6 +11,7 @@ from specplan.gather import Gather
 from specplan.plans.manifest import PlanRecord
 from specplan.rollback import Rollback
 from specplan.scatter import Scatter
+from specplan.sparse_gqa_verify import SparseGqaVerify
 
 if TYPE_CHECKING:
     from specplan.pack import Pack
@@ -29,5 +30,10 @@ class RuntimeFamily(Protocol):
 
 
 FAMILIES: Mapping[str, RuntimeFamily] = MappingProxyType(
-    {"scatter": Scatter, "gather": Gather, "rollback": Rollback}
+    {
+        "scatter": Scatter,
+        "gather": Gather,
+        "rollback": Rollback,
+        "sparse_gqa_verify": SparseGqaVerify,
+    }
 )

@@ -25,6 +25,7 @@ from specplan.plans.families import FAMILIES as PLANNING
 from specplan.plans.manifest import Group, Manifest, ManifestError, PlanRecord, packs_under
 from specplan.rollback import Rollback
 from specplan.scatter import Scatter
+from specplan.sparse_gqa_verify import SparseGqaVerify
 from specplan.uncertified import Reason, Uncertified
 
 
@@ -50,7 +51,8 @@ def load(
     Returns
     -------
     Pack
-        With one attribute a family: ``pack.scatter``, ``pack.gather``, ``pack.rollback``.
+        With one attribute a family: ``pack.scatter``, ``pack.gather``, ``pack.rollback``,
+        ``pack.sparse_gqa_verify``.
 
     Raises
     ------
@@ -189,7 +191,7 @@ class Picked:
 
 class Pack:
     """The loaded packs of one or more archs. Families are attributes: ``pack.scatter``,
-    ``pack.gather``, ``pack.rollback``.
+    ``pack.gather``, ``pack.rollback``, ``pack.sparse_gqa_verify``.
 
     A pack stays usable while the files under it are replaced: its objects are mapped, and a new
     :func:`load` sees the new ones.
@@ -198,6 +200,7 @@ class Pack:
     scatter: Scatter
     gather: Gather
     rollback: Rollback
+    sparse_gqa_verify: SparseGqaVerify
 
     def __init__(self, packs: Sequence[_ArchPack], *, candidates: bool) -> None:
         self._packs = {pack.manifest.arch: pack for pack in packs}
