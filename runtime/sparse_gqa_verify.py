@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from specplan import library
 from specplan.op import ARGUMENT_ERRORS, MOST_REMEMBERED, SHAPE_ERRORS, Op, required
+from specplan.plans import sparse_gqa_verify as planning
 from specplan.plans.manifest import PlanRecord
-from specplan.plans.sparse_gqa_verify import HEAD_DIM, VScaleOrder, workspace_words
+from specplan.plans.sparse_gqa_verify import HEAD_DIM, workspace_words
 from specplan.uncertified import Reason, Uncertified
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class SparseGqaVerify(Op):
     else as a slice of it::
 
         op = pack.sparse_gqa_verify
-        words = max(op.workspace(problem="qwen4_24_2", requests=r, tokens=4) for r in range(1, 65))
+        words = max(op.workspace(problem="qsa_24_2", requests=r, tokens=4) for r in range(1, 65))
         workspace = torch.empty(words, device="cuda")           # once
         op.require(
             q, cache[:, 0], cache[:, 1], block_table, selected_tokens, request_indices,
@@ -51,7 +52,7 @@ class SparseGqaVerify(Op):
     op: ClassVar[str] = "sparse_gqa_verify"
 
     #: The orders of NVFP4's V scales.
-    VScaleOrder = VScaleOrder
+    VScaleOrder = planning.VScaleOrder
 
     def __init__(self, pack: Pack) -> None:
         super().__init__(pack)
@@ -79,7 +80,7 @@ class SparseGqaVerify(Op):
         v_scale: torch.Tensor | None = None,
         k_block_scales: torch.Tensor | None = None,
         v_block_scales: torch.Tensor | None = None,
-        v_scale_order: VScaleOrder | None = None,
+        v_scale_order: planning.VScaleOrder | None = None,
         valid_count: torch.Tensor | None = None,
         query_positions: torch.Tensor | None = None,
         output_gate: torch.Tensor | None = None,
@@ -196,7 +197,7 @@ class SparseGqaVerify(Op):
         v_scale: torch.Tensor | None = None,
         k_block_scales: torch.Tensor | None = None,
         v_block_scales: torch.Tensor | None = None,
-        v_scale_order: VScaleOrder | None = None,
+        v_scale_order: planning.VScaleOrder | None = None,
         valid_count: torch.Tensor | None = None,
         query_positions: torch.Tensor | None = None,
         output_gate: torch.Tensor | None = None,
@@ -290,7 +291,7 @@ class SparseGqaVerify(Op):
         v_scale: torch.Tensor | None,
         k_block_scales: torch.Tensor | None,
         v_block_scales: torch.Tensor | None,
-        v_scale_order: VScaleOrder | None,
+        v_scale_order: planning.VScaleOrder | None,
         valid_count: torch.Tensor | None,
         query_positions: torch.Tensor | None,
         output_gate: torch.Tensor | None,
@@ -302,6 +303,7 @@ class SparseGqaVerify(Op):
         device = -1
         try:
             device = q.get_device()
+            key: tuple[Any, ...]
             key = (device, q.shape, k_cache.shape, k_cache.dtype, selected_tokens.shape[1], tokens)
             if splits is not None:
                 key = (*key, splits)
@@ -327,9 +329,9 @@ class SparseGqaVerify(Op):
                     wrong = "FP8 caches have no block scales"
             elif k_block_scales is None or v_block_scales is None:
                 wrong = "NVFP4 caches need k_block_scales and v_block_scales"
-            elif v_scale_order is VScaleOrder.LINEAR:
+            elif v_scale_order is planning.VScaleOrder.LINEAR:
                 scales, order = (k_block_scales, v_block_scales, k_scale, v_scale), (0,)
-            elif v_scale_order is VScaleOrder.INTERLEAVED:
+            elif v_scale_order is planning.VScaleOrder.INTERLEAVED:
                 scales, order = (k_block_scales, v_block_scales, k_scale, v_scale), (1,)
                 if v_block_scales.stride(2) != 16:
                     wrong = (
@@ -347,14 +349,12 @@ class SparseGqaVerify(Op):
                 wrong = f"softmax_scale is {softmax_scale}, it must be finite and above 0"
             if wrong is not None:
                 return self._declined(Reason.ARGUMENT, wrong, device)
+            given = 0 if workspace is None else workspace.numel()
+            if given < words:
+                detail = f"the workspace has {given} words, the call needs {words}"
+                return self._declined(Reason.RANGE, detail, device)
             if workspace is None:
                 workspace = self._nothing_of(device)
-            if words and workspace.numel() < words:
-                return self._declined(
-                    Reason.RANGE,
-                    f"the workspace has {workspace.numel()} words, the call needs {words}",
-                    device,
-                )
             tensors = (
                 q,
                 k_cache,
@@ -449,7 +449,7 @@ class SparseGqaVerify(Op):
     def _nothing_of(self, device: int) -> torch.Tensor:
         empty = self._empty.get(device)
         if empty is None:
-            empty = self._empty[device] = torch.empty(0, device=device if device >= 0 else "cpu")
+            empty = self._empty[device] = torch.empty(0, device=device)
         return empty
 
     def _fit(

@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from specplan.plans.sparse_gqa_verify import VScaleOrder
+from specplan.plans.sparse_gqa_verify import VScaleOrder as VScaleOrder
 
 #: Magnitudes of e2m1 by their three low bits.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
