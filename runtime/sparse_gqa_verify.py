@@ -369,10 +369,11 @@ class SparseGqaVerify(Op):
                 out,
                 workspace,
             )
-            # The ranges of a set of buffers are worked out once; it is known again by extents and
-            # by the addresses of what is as large as an output.
+            # The ranges of a set of buffers are worked out once; it is known again by extents, the
+            # output's strides and the addresses of what is as large as an output.
             buffers = (
                 key,
+                out.stride(),
                 out.data_ptr(),
                 q.data_ptr(),
                 k_cache.data_ptr(),
@@ -381,15 +382,14 @@ class SparseGqaVerify(Op):
                 0 if output_gate is None else output_gate.data_ptr(),
             )
             if buffers not in self._apart:
-                detail = None
                 if _overlaps(out, tensors[:-2]) or (words and _overlaps(out, (workspace,))):
-                    detail = "out overlaps the memory of another argument"
+                    wrong = "out overlaps the memory of another argument"
                 elif words and _overlaps(workspace, tensors[:-2]):
-                    detail = "the workspace overlaps the memory of another argument"
+                    wrong = "the workspace overlaps the memory of another argument"
                 elif _folded(out):
-                    detail = f"rows of out share memory, its strides are {out.stride()}"
-                if detail is not None:
-                    return self._declined(Reason.ARGUMENT, detail, device)
+                    wrong = f"rows of out share memory, its strides are {out.stride()}"
+                if wrong is not None:
+                    return self._declined(Reason.ARGUMENT, wrong, device)
                 if len(self._apart) >= MOST_REMEMBERED:
                     self._apart.clear()
                 self._apart.add(buffers)
