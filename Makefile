@@ -57,6 +57,7 @@ sanitize: $(VENV)/.test-extra
 bench: $(VENV)/.test-extra
 	$(BIN)/python benchmarks/step_copies.py --packs $(PACKS) --out benchmarks/results/step_copies.json
 	$(BIN)/python benchmarks/rollback.py --packs $(PACKS) --out benchmarks/results/rollback.json
+	$(BIN)/python benchmarks/sparse_gqa_verify.py --packs $(PACKS) --out benchmarks/results/sparse_gqa_verify.json
 
 wheel: $(VENV)/.dev-extra
 	$(BIN)/python -m build --wheel --outdir dist .

@@ -15,6 +15,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -201,8 +202,9 @@ def run(
     geometry = dict(pack.manifest().problems["sparse_gqa_verify"][PROBLEM])
     work = Work(geometry, size)
     op = pack.sparse_gqa_verify
-    sizes = {"requests": size.requests, "tokens": size.tokens, "dtype": size.dtype}
-    words = op.workspace(problem=PROBLEM, **sizes)
+    words = op.workspace(
+        problem=PROBLEM, requests=size.requests, tokens=size.tokens, dtype=size.dtype
+    )
     space = torch.empty(words, device="cuda")
     calls = [
         ours(pack, each, out, space, size) for each, out in zip(work.inputs, work.out, strict=True)
@@ -212,7 +214,7 @@ def run(
 
     nodes = work.sets * -(-16 // work.sets)
     arms: dict[str, list[Callable[[], Any]]] = {
-        "ours": [lambda call=call: op.require(**call) for call in calls]
+        "ours": [partial(op.require, **call) for call in calls]
     }
     peers = size.dtype != "nvfp4"
     config = None
@@ -231,7 +233,7 @@ def run(
         torch_gather_sdpa(work.inputs[0], work.out[0])
         agree("gather + SDPA", work.out[0], wanted)
         arm = [
-            lambda each=each, out=out: torch_gather_sdpa(each, out)
+            partial(torch_gather_sdpa, each, out)
             for each, out in zip(work.inputs[:2], work.out, strict=False)
         ]
         graph |= measure.graph_times({"torch": arm}, nodes=2, rounds=5)
@@ -262,8 +264,8 @@ def host(pack: specplan.Pack, dtype: str) -> dict[str, Any]:
     size = Size(dtype, 4, 8192, 0.9)
     work = Work(geometry, size)
     op = pack.sparse_gqa_verify
-    sizes = {"requests": size.requests, "tokens": size.tokens, "dtype": dtype}
-    space = torch.empty(op.workspace(problem=PROBLEM, **sizes), device="cuda")
+    words = op.workspace(problem=PROBLEM, requests=size.requests, tokens=size.tokens, dtype=dtype)
+    space = torch.empty(words, device="cuda")
     call = ours(pack, work.inputs[0], work.out[0], space, size)
     bound = op.bind(**call)
     if not bound:

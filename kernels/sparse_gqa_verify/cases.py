@@ -99,10 +99,10 @@ def random_lists(
     visible = (position + 1) // RATIO
     most = context // RATIO
     shared = torch.rand(requests, 1, most, generator=generator, device=device)
-    own = torch.rand(requests, tokens, most, generator=generator, device=device)
-    # A group's score moves a little from row to row, so the top of the lists overlap and their
-    # lower ends differ.
-    score = (shared + (1 - overlap) * 1.3 * own).reshape(rows, most)
+    score = torch.rand(requests, tokens, most, generator=generator, device=device)
+    # Every row of a request takes the request's best groups, and fills up with its own.
+    common = shared.topk(int(overlap * min(budget, most)), dim=2).indices
+    score = score.scatter_(2, common.expand(-1, tokens, -1), 2.0).view(rows, most)
     order = torch.arange(most, device=device)
     score = torch.where(order[None, :] < visible[:, None], score, -1.0)
     best = score.topk(min(budget, most), dim=1)
@@ -282,7 +282,8 @@ def by_request(inputs: Inputs, tokens: int) -> torch.Tensor:
 
     Where the reference gathers every row's list, this decodes each request's whole context once,
     for all its rows, and weighs a token by how often a row lists it: a tenth of the work. A
-    request has at most ``tokens`` rows, anywhere in the batch.
+    request has at most ``tokens`` rows, anywhere in the batch. What is listed must be finite: a
+    NaN would reach all rows of its request.
     """
     rows, heads, dim = inputs.q.shape
     pages, kv_heads, page_size, _ = inputs.k_cache.shape

@@ -326,7 +326,7 @@ def test_declined_calls_say_why_and_launch_nothing(
         # Buffers are known again by the larger of them.
         within = arguments["workspace"][:6].view(torch.int32)
         change = {"request_indices": within}
-        expected.append((change, Reason.ARGUMENT, "the workspace overlaps"))
+        expected.insert(0, (change, Reason.ARGUMENT, "the workspace overlaps"))
     for changes, reason, said in expected:
         for ask in (op, op.bind):
             answer = ask(**call_of(case, **changes))
