@@ -58,6 +58,7 @@ bench: $(VENV)/.test-extra
 	$(BIN)/python benchmarks/step_copies.py --packs $(PACKS) --out benchmarks/results/step_copies.json
 	$(BIN)/python benchmarks/rollback.py --packs $(PACKS) --out benchmarks/results/rollback.json
 	$(BIN)/python benchmarks/gdn_replay.py --packs $(PACKS) --out benchmarks/results/gdn_replay.json
+	$(BIN)/python benchmarks/sparse_gqa_verify.py --packs $(PACKS) --out benchmarks/results/sparse_gqa_verify.json
 
 wheel: $(VENV)/.dev-extra
 	$(BIN)/python -m build --wheel --outdir dist .

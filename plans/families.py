@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from specplan.plans.family import Family
 
-NAMES = ("scatter", "gather", "rollback", "gdn_replay")
+NAMES = ("scatter", "gather", "rollback", "gdn_replay", "sparse_gqa_verify")
 
 
 def _load() -> Mapping[str, Family]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from types import MappingProxyType
 
 from specplan.plans.arch import Arch
@@ -53,6 +54,18 @@ PARTIAL_WORDS = HEAD_DIM + 4
 #: row by row and 37.7 grouped in bf16, 64 rows 60.0 and 49.8; in FP8 29.6 against 37.9, and 47.7
 #: against 45.7.
 GROUPING_UNITS = 96
+
+
+class VScaleOrder(Enum):
+    """Where the V scale of token ``t`` and block ``s`` of ``S`` lies in the bytes of one page and
+    head.
+
+    ``LINEAR``: at ``t * S + s``. ``INTERLEAVED``: at ``(t // 4) * 4 * S + 4 * s + t % 4``, so every
+    tile of four tokens is transposed. Nothing in the data tells them apart.
+    """
+
+    LINEAR = "linear"
+    INTERLEAVED = "interleaved"
 
 
 @dataclass(frozen=True)

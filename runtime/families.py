@@ -12,6 +12,7 @@ from specplan.gdn_replay import GdnReplay
 from specplan.plans.manifest import PlanRecord
 from specplan.rollback import Rollback
 from specplan.scatter import Scatter
+from specplan.sparse_gqa_verify import SparseGqaVerify
 
 if TYPE_CHECKING:
     from specplan.pack import Pack
@@ -30,5 +31,11 @@ class RuntimeFamily(Protocol):
 
 
 FAMILIES: Mapping[str, RuntimeFamily] = MappingProxyType(
-    {"scatter": Scatter, "gather": Gather, "rollback": Rollback, "gdn_replay": GdnReplay}
+    {
+        "scatter": Scatter,
+        "gather": Gather,
+        "rollback": Rollback,
+        "gdn_replay": GdnReplay,
+        "sparse_gqa_verify": SparseGqaVerify,
+    }
 )

@@ -26,6 +26,7 @@ from specplan.plans.families import FAMILIES as PLANNING
 from specplan.plans.manifest import Group, Manifest, ManifestError, PlanRecord, packs_under
 from specplan.rollback import Rollback
 from specplan.scatter import Scatter
+from specplan.sparse_gqa_verify import SparseGqaVerify
 from specplan.uncertified import Reason, Uncertified
 
 
@@ -52,7 +53,7 @@ def load(
     -------
     Pack
         With one attribute a family: ``pack.scatter``, ``pack.gather``, ``pack.rollback``,
-        ``pack.gdn_replay``.
+        ``pack.gdn_replay``, ``pack.sparse_gqa_verify``.
 
     Raises
     ------
@@ -191,7 +192,7 @@ class Picked:
 
 class Pack:
     """The loaded packs of one or more archs. Families are attributes: ``pack.scatter``,
-    ``pack.gather``, ``pack.rollback``, ``pack.gdn_replay``.
+    ``pack.gather``, ``pack.rollback``, ``pack.gdn_replay``, ``pack.sparse_gqa_verify``.
 
     A pack stays usable while the files under it are replaced: its objects are mapped, and a new
     :func:`load` sees the new ones.
@@ -201,6 +202,7 @@ class Pack:
     gather: Gather
     rollback: Rollback
     gdn_replay: GdnReplay
+    sparse_gqa_verify: SparseGqaVerify
 
     def __init__(self, packs: Sequence[_ArchPack], *, candidates: bool) -> None:
         self._packs = {pack.manifest.arch: pack for pack in packs}

@@ -27,7 +27,7 @@ use_query_positions   0 or 1
 use_output_gate       0 or 1
 v_interleaved         0 or 1              [n] ``VScaleOrder``
 tokens, group_rows,   the plan's launch   ``plans/sparse_gqa_verify.py``
-splits, whole_units
+splits, whole_units                       more tokens than rows: no work, nothing is launched
 ====================  ==================  ========================================================
 
 **A wrapper still checks** that N is a multiple of ``tokens`` (the plan's requests x tokens); that
@@ -1659,28 +1659,30 @@ def _launch(
     subgroups = (tokens + group_rows - 1) // group_rows
     units = (Int32(q.shape[0]) // tokens) * subgroups * kv_heads
     tail = units - whole_units
-    _attend(
-        q, k_cache, v_cache, k_block_scales, v_block_scales, k_scale, v_scale, block_table,
-        selected_tokens, request_indices, valid_count, query_positions, output_gate, out,
-        workspace, softmax_scale, use_valid_count, use_query_positions, use_output_gate,
-        v_interleaved, tokens, group_rows, splits, whole_units, form,
-    ).launch(
-        grid=(whole_units + tail * splits, 1, 1),
-        block=(THREADS, 1, 1),
-        smem=form.smem_bytes,
-        min_blocks_per_mp=RESIDENT,
-        preferred_smem_carveout=100,
-        stream=stream,
-        use_pdl=True,
-    )  # fmt: skip
-    if splits > 1:
-        rows_to_merge = tail * group_rows * (Int32(q.shape[1]) // kv_heads)
-        _merge(
-            q, k_cache, output_gate, out, workspace, use_output_gate, tokens, group_rows, splits,
-            whole_units,
+    # No units: a launch of no work, which checks its arguments. CUDA refuses an empty grid.
+    if units > 0:
+        _attend(
+            q, k_cache, v_cache, k_block_scales, v_block_scales, k_scale, v_scale, block_table,
+            selected_tokens, request_indices, valid_count, query_positions, output_gate, out,
+            workspace, softmax_scale, use_valid_count, use_query_positions, use_output_gate,
+            v_interleaved, tokens, group_rows, splits, whole_units, form,
         ).launch(
-            grid=(rows_to_merge, 1, 1),
-            block=(MERGE_THREADS, 1, 1),
+            grid=(whole_units + tail * splits, 1, 1),
+            block=(THREADS, 1, 1),
+            smem=form.smem_bytes,
+            min_blocks_per_mp=RESIDENT,
+            preferred_smem_carveout=100,
             stream=stream,
             use_pdl=True,
         )  # fmt: skip
+        if splits > 1:
+            rows_to_merge = tail * group_rows * (Int32(q.shape[1]) // kv_heads)
+            _merge(
+                q, k_cache, output_gate, out, workspace, use_output_gate, tokens, group_rows,
+                splits, whole_units,
+            ).launch(
+                grid=(rows_to_merge, 1, 1),
+                block=(MERGE_THREADS, 1, 1),
+                stream=stream,
+                use_pdl=True,
+            )  # fmt: skip

@@ -22,27 +22,15 @@ lie inside a page.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
+from specplan.plans.sparse_gqa_verify import VScaleOrder as VScaleOrder
 
 #: Magnitudes of e2m1 by their three low bits.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 #: Rows whose gathered K and V stand in memory at a time: 64 rows of 2051 tokens are 270 MB in fp32.
 _ROWS_AT_A_TIME = 64
-
-
-class VScaleOrder(Enum):
-    """Where the V scale of token ``t`` and block ``s`` of ``S`` lies in the bytes of one page and
-    head.
-
-    ``LINEAR``: at ``t * S + s``. ``INTERLEAVED``: at ``(t // 4) * 4 * S + 4 * s + t % 4``, so every
-    tile of four tokens is transposed. Nothing in the data tells them apart.
-    """
-
-    LINEAR = "linear"
-    INTERLEAVED = "interleaved"
 
 
 @dataclass(frozen=True)
@@ -77,7 +65,10 @@ def decode_e2m1(data: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch
     return table[codes]
 
 
-def _decode(data: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def decode(
+    data: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Values of a cache before its global scale; with block scales (linear), ``data`` is NVFP4."""
     if scales is None:
         return data.to(dtype)
     blocks = scales.view(torch.float8_e4m3fn) if scales.dtype == torch.uint8 else scales
@@ -172,7 +163,7 @@ def attention(
         ) -> torch.Tensor:
             at = (page[part], slice(None), slot[part])
             taken = _take(data, at)
-            values = _decode(taken, None if scales is None else _take(scales, at), dtype)
+            values = decode(taken, None if scales is None else _take(scales, at), dtype)
             return values.permute(0, 2, 1, 3)  # [n, Hk, W, D]
 
         shown = keep[:, None, :, None]

@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from specplan.kernels.sparse_gqa_verify.reference import VScaleOrder, decode_e2m1, interleave
+from specplan.kernels.sparse_gqa_verify.reference import decode_e2m1, interleave
+from specplan.plans.sparse_gqa_verify import VScaleOrder
 
 BLOCK = 16
 _E4M3_MAX = 448.0
