@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import gdn_triton
-import measure
 import specplan
 import torch
 from specplan.kernels.gdn_replay import cases, reference
+
+import measure
 
 WINDOW = cases.WINDOW
 COPY_CEILING = 4.3e12

@@ -14,9 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import measure
 import specplan
 import torch
+
+import measure
 
 LAYERS, ROW, PAGE_TOKENS = 12, 128, 128
 COPY_CEILING = 4.3e12

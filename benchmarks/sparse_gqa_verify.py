@@ -19,12 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import measure
 import specplan
 import torch
 import triton_split_k
 from specplan.kernels.sparse_gqa_verify.cases import Inputs, make_inputs
 from specplan.kernels.sparse_gqa_verify.reference import gate
+
+import measure
 
 PROBLEM = "qsa_24_2"
 TOKENS = 4

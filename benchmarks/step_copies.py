@@ -14,12 +14,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import measure
 import specplan
 import torch
 from specplan.kernels.case import ExactCase
 from specplan.kernels.gather.cases import GatherCase
 from specplan.kernels.scatter.cases import ScatterCase
+
+import measure
 
 #: Rotating buffer sets of one arm. They fit L2 many times over, as they do in a server between two
 #: steps: L2 is warm.

@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import synthetic
 from specplan.plans import certificates, manifest
 from specplan.plans.certificates import Certificate
+
+import synthetic
 from synthetic import Place, specplan
 
 

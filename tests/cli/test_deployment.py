@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from specplan.plans import deployment as deployments
 from specplan.plans.deployment import DeploymentError
+
 from synthetic import Place, Ran, specplan
 
 #: Scatter's `small` stores, certified at requests 1..4 and tokens 1..2 on sm_90a.

@@ -9,8 +9,9 @@ import sys
 from typing import Any
 
 import pytest
-import synthetic
 from specplan.plans.version import VERSION
+
+import synthetic
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,9 @@ import json
 from dataclasses import replace
 
 import pytest
-import synthetic
 from specplan.plans import certificates, manifest
+
+import synthetic
 from synthetic import Place, Ran, specplan
 
 CALL = ("scatter", "requests=8", "tokens=3", "problem=large", "--arch", "sm_90a")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from specplan.plans import manifest
 from specplan.tools.build.keys import digest
+
 from synthetic import Place, Ran, specplan
 
 OLD = 10_000

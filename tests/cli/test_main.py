@@ -10,6 +10,7 @@ import click
 import pytest
 from specplan.plans.version import VERSION
 from specplan.tools.cli import main
+
 from synthetic import Place, specplan
 
 COMMANDS = ("build", "certify", "coverage", "doctor", "explain", "gc", "verify")

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import synthetic
 from specplan.plans import manifest
+
+import synthetic
 from synthetic import Place, Ran, specplan
 
 

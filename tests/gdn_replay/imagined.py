@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import synthetic
 import torch
 from specplan.kernels.gdn_replay import cases, reference
 from specplan.pack import Pack, _ArchPack
 from specplan.plans.catalog import Catalog
+
+import synthetic
 
 ARCH = "sm_90a"
 CATALOG = """\

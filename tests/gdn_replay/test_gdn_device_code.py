@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import emulator
 import pytest
 import torch
 from specplan.kernels.gdn_replay import cases, reference
+
+import emulator
 
 SCALE = cases.HEAD**-0.5
 POOLS = ("out", "state", "rec_u", "rec_k", "rec_G")

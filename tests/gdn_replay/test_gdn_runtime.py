@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from imagined import ARCH, Module, imagined_graphs, imagined_pack
 from specplan import LaunchError, Pack, Reason, Uncertified, UncertifiedCell
 from specplan.kernels.gdn_replay import cases
 from specplan.kernels.gdn_replay.cases import GdnCase
 from specplan.plans.catalog import Catalog
 from specplan.plans.gdn_replay import CommitterError, Cursors
 from specplan.tools.certify import CertificationError, FamilyRun, Shard
+
+from imagined import ARCH, Module, imagined_graphs, imagined_pack
 
 GEOMETRY = {"key_heads": 2, "value_heads": 8}
 OPS = ("verify", "advance", "materialize", "reset")

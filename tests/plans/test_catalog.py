@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import synthetic
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from specplan.plans import catalog as catalogs
 from specplan.plans.catalog import Catalog, CatalogError
 from specplan.plans.cell import Cell
+
+import synthetic
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_107a")
 

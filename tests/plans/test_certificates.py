@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import synthetic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from specplan.plans import certificates, manifest
@@ -21,6 +20,8 @@ from specplan.plans.certificates import (
     Result,
 )
 from specplan.plans.manifest import Manifest, Use
+
+import synthetic
 
 CELL = Cell("scatter", "large", "int32", "sm_90a", 1, 3, 8)
 

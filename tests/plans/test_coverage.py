@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import synthetic
 from specplan.plans import certificates, coverage, manifest
 from specplan.plans.cell import Cell, State
 from specplan.plans.manifest import PlanRecord
+
+import synthetic
 from synthetic import Place, specplan
 
 STATES = ("certified", "candidate", "missing", "stale", "corrupt")

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-import synthetic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from specplan.plans import manifest
 from specplan.plans.cell import Cell
 from specplan.plans.manifest import Manifest, ManifestError, Use
+
+import synthetic
 
 T = TypeVar("T")
 
