@@ -235,11 +235,11 @@ class Pack:
         return f"<specplan.Pack {'; '.join(parts)}>"
 
     def prepare(self, device: int | torch.device | None = None) -> None:
-        """Load the GPU code of every plan now, on one device or on all visible ones, and wait for
-        it.
+        """Load the GPU code of every plan that may run, on one device or on all visible ones, and
+        wait for it.
 
         The first call of a plan loads its code, which a graph capture must not hold. This calls
-        every plan once with no work to do.
+        every plan once with no work to do; the plans of candidates only with ``candidates=True``.
 
         Raises
         ------
@@ -282,9 +282,16 @@ class Pack:
                 "under way; call pack.prepare() before the capture"
             )
         op = FAMILIES[family]
+        # A plan that no cell may run is not launched here either, not even with no work to do.
+        allowed = {
+            use.symbol
+            for group in pack.manifest.groups
+            if group.family == family and (group.certified or self.candidates)
+            for use in group.uses
+        }
         with torch.cuda.device(index):
             for symbol, plan in pack.manifest.plans.items():
-                if plan.family == family:
+                if symbol in allowed:
                     pack.functions[symbol](*op.idle_arguments(plan, torch.device("cuda", index)))
         self._prepared.add((index, family))
 

@@ -109,7 +109,6 @@ def certify_main(
         raise click.BadParameter(str(error), param_hint="--requests") from error
     try:
         pack = specplan.load(root, arch=found, candidates=True)
-        pack.prepare(device)
         directory = (
             out / found
             if out is not None

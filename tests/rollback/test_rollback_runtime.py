@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +187,23 @@ def test_idle_arguments_fit_the_compiled_functions(loaded: specplan.Pack) -> Non
         arguments = loaded.rollback.idle_arguments(record, torch.device("cpu"))
         assert len(arguments) == counts[record.op]
         assert arguments[1].dtype == getattr(torch, dict(record.spec)["index"])
+
+
+@pytest.mark.parametrize("candidates", [False, True])
+def test_preparing_launches_no_plan_that_no_cell_may_run(
+    loaded: specplan.Pack, monkeypatch: pytest.MonkeyPatch, candidates: bool
+) -> None:
+    """Only the int64 cells lose their certificates: their plans stay untouched unless asked for."""
+    arch_pack = loaded._packs[ARCH]
+    groups = tuple(replace(g, certified=g.dtype == "int32") for g in arch_pack.manifest.groups)
+    arch_pack.manifest = replace(arch_pack.manifest, groups=groups)
+    loaded.candidates = candidates
+    loaded._prepared.clear()
+    monkeypatch.setattr(
+        type(loaded.rollback), "idle_arguments", staticmethod(lambda record, device: ("idle",))
+    )
+    loaded._prepare(0, "rollback")
+    seen = {symbol for symbol, launch in launches(loaded) if launch == ("idle",)}
+    both = {s for s in arch_pack.functions if "int64" in s}
+    assert seen == set(arch_pack.functions) - (set() if candidates else both)
+    assert both, "there are plans that it is about"
