@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from specplan import library
-from specplan.op import ARGUMENT_ERRORS, SHAPE_ERRORS, Op, required
+from specplan.op import ARGUMENT_ERRORS, SHAPE_ERRORS, Op
 from specplan.plans import gdn_replay as plan
 from specplan.plans.gdn_replay import HEAD, WINDOW, CommitterError, Cursors, Pool
 from specplan.plans.manifest import PlanRecord
@@ -223,12 +223,6 @@ class VerifyStep(_GdnOp):
             raise self._failed(error) from error
         return True
 
-    def require(self, *arguments: Any, **named: Any) -> None:
-        """The same call, raising :class:`~specplan.UncertifiedCell` where the call would be
-        declined.
-        """
-        required(self(*arguments, **named))
-
     def bind(
         self,
         pool: Pool,
@@ -341,12 +335,6 @@ class Advance(_GdnOp):
             return found  # type: ignore[no-any-return]
         return self._launch(found[0], (cursors.hist_len, cursors.bank, slot, n_acc, tokens))
 
-    def require(self, *arguments: Any, **named: Any) -> None:
-        """The same call, raising :class:`~specplan.UncertifiedCell` where the call would be
-        declined.
-        """
-        required(self(*arguments, **named))
-
     def bind(self, cursors: Cursors, slot: torch.Tensor, n_acc: torch.Tensor, tokens: int) -> Any:
         """Check and convert the arguments once; returns ``launch()`` for these buffers, or a falsy
         Uncertified. No cursor moves here.
@@ -399,12 +387,6 @@ class Reset(_GdnOp):
         if not found:
             return found  # type: ignore[no-any-return]
         return self._launch(found[0], (cursors.hist_len, cursors.bank, slot))
-
-    def require(self, *arguments: Any, **named: Any) -> None:
-        """The same call, raising :class:`~specplan.UncertifiedCell` where the call would be
-        declined.
-        """
-        required(self(*arguments, **named))
 
     def bind(self, cursors: Cursors, slot: torch.Tensor) -> Any:
         """Check and convert the arguments once; returns ``launch()`` for these buffers, or a falsy
@@ -481,12 +463,6 @@ class Materialize(_GdnOp):
         if not found:
             return found  # type: ignore[no-any-return]
         return self._launch(found[0], (*pool.tensors[:4], pool.tensors[5], src, dst, count))
-
-    def require(self, *arguments: Any, **named: Any) -> None:
-        """The same call, raising :class:`~specplan.UncertifiedCell` where the call would be
-        declined.
-        """
-        required(self(*arguments, **named))
 
     def bind(self, pool: Pool, src: torch.Tensor, dst: torch.Tensor, count: torch.Tensor) -> Any:
         """Check and convert the arguments once; returns ``launch()`` for these buffers, or a falsy

@@ -9,7 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from specplan.op import ARGUMENT_ERRORS, SHAPE_ERRORS, Op, required
+from specplan.op import ARGUMENT_ERRORS, SHAPE_ERRORS, Op
 from specplan.plans import rollback as plan
 from specplan.plans.manifest import PlanRecord
 from specplan.plans.rollback import Layout
@@ -215,12 +215,6 @@ class SaveRows(_RollbackOp):
             return found  # type: ignore[no-any-return]
         return self._launch(found[0], (planes, pages, within, old, pending, *found[1:]))
 
-    def require(self, *arguments: Any, **named: Any) -> None:
-        """The same call, raising :class:`~specplan.UncertifiedCell` where the call would be
-        declined.
-        """
-        required(self(*arguments, **named))
-
     def bind(
         self,
         layout: Layout,
@@ -272,12 +266,6 @@ class RestoreRows(_RollbackOp):
         if not found:
             return found  # type: ignore[no-any-return]
         return self._launch(found[0], (planes, pages, within, old, pending, rejected, *found[1:]))
-
-    def require(self, *arguments: Any, **named: Any) -> None:
-        """The same call, raising :class:`~specplan.UncertifiedCell` where the call would be
-        declined.
-        """
-        required(self(*arguments, **named))
 
     def bind(
         self,
@@ -372,12 +360,6 @@ class Commit(_RollbackOp):
         return self._launch(
             function, (planes, pages, within, old, pending, accepted, *lists, *launch)
         )
-
-    def require(self, *arguments: Any, **named: Any) -> None:
-        """The same call, raising :class:`~specplan.UncertifiedCell` where the call would be
-        declined.
-        """
-        required(self(*arguments, **named))
 
     def bind(
         self,

@@ -174,12 +174,6 @@ class SparseGqaVerify(Op):
             raise self._failed(error) from error
         return True
 
-    def require(self, *arguments: Any, **named: Any) -> None:
-        """The same call, raising :class:`~specplan.UncertifiedCell` where the call would be
-        declined.
-        """
-        required(self(*arguments, **named))
-
     def bind(
         self,
         q: torch.Tensor,
