@@ -279,6 +279,8 @@ class _Progress:
 @click.option(
     "--junit", "form", flag_value="junit", help="Print JUnit XML; only with --deployment."
 )
+@click.option("--svg", type=click.Path(path_type=Path), help="Write a picture into this file, too.")
+@click.option("--html", type=click.Path(path_type=Path), help="Write a page into this file, too.")
 @_option_packs()
 @_option_catalog()
 @_option_certificates()
@@ -288,6 +290,8 @@ def coverage_command(
     strict: bool,
     deployment: Path | None,
     form: str | None,
+    svg: Path | None,
+    html: Path | None,
     packs: Path | None,
     catalog_path: Path | None,
     certificate_path: Path | None,
@@ -297,6 +301,10 @@ def coverage_command(
     if deployment is not None:
         if archs or family or strict:
             raise click.UsageError("--deployment says arch and families itself")
+        if svg or html:
+            raise click.UsageError(
+                "--svg and --html show the catalog; they go without --deployment"
+            )
         _deployment_coverage(catalog, deployment, form, _root(packs), _evidence(certificate_path))
     if form == "junit":
         raise click.UsageError("--junit goes with --deployment")
@@ -319,6 +327,7 @@ def coverage_command(
         click.echo(_table(coverage, markdown=form == "markdown"))
     if not wanted:
         _fail(f"no pack under {root}; build one with `specplan build`, or name it with --packs")
+    _draw(coverage, catalog, svg, html)
     for complaint in coverage.complaints:
         click.echo(f"does not hold: {complaint}", err=True)
     for line in _broken(coverage):
@@ -326,6 +335,22 @@ def coverage_command(
     if coverage.holds and form is None:
         click.echo("every claim holds")
     sys.exit(0 if coverage.holds else 1)
+
+
+def _draw(coverage: Coverage, catalog: Catalog, svg: Path | None, html: Path | None) -> None:
+    """Write the pictures that were asked for."""
+    if svg is None and html is None:
+        return
+    from specplan.tools import picture
+    from specplan.tools.grids import grids
+
+    found = grids(coverage, catalog)
+    for path, draw in ((svg, picture.svg), (html, picture.html)):
+        if path is not None:
+            try:
+                path.write_text(draw(coverage, found), encoding="utf-8")
+            except OSError as error:
+                _fail(f"{path} cannot be written ({error.strerror or error})")
 
 
 def _deployment_coverage(
