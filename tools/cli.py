@@ -5,6 +5,7 @@ Exit codes, everywhere: 0 it holds, 1 it does not, 2 the command was used wrongl
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -844,13 +845,17 @@ def gc_command(older_than: int, dry_run: bool, packs: Path | None) -> None:
     now = time.time()
     # A set: a star matches a leading dot here, so that the patterns overlap.
     candidates = {*root.glob("objects/*"), *root.glob("*/*.so"), *root.glob("*/.*.tmp*")}
-    dead = [p for p in candidates if p not in kept and now - p.stat().st_mtime > older_than]
-    size = sum(path.stat().st_size for path in dead)
-    if not dry_run:
-        for path in dead:
-            path.unlink(missing_ok=True)
+    size = count = 0
+    for path in sorted(candidates - kept):
+        # A build or another gc may take a file away between the look and the deed.
+        with contextlib.suppress(FileNotFoundError):
+            found = path.stat()
+            if now - found.st_mtime > older_than:
+                if not dry_run:
+                    path.unlink()
+                count, size = count + 1, size + found.st_size
     verb = "would delete" if dry_run else "deleted"
-    click.echo(f"{verb} {len(dead)} files, {size / 1e6:.1f} MB, under {root}")
+    click.echo(f"{verb} {count} files, {size / 1e6:.1f} MB, under {root}")
 
 
 # certify and doctor live in modules of their own, because they import torch
