@@ -75,7 +75,7 @@ def _root(path: Path | None) -> Path:
     for _, place in locations.search_path():
         if packs_under(place):
             return place
-    return locations.build_directory()
+    return locations.build_directory() or locations.packaged_directory()
 
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -163,6 +163,11 @@ def build_command(
     except ImportError as error:
         _fail(f"the build step cannot be imported ({error}); pip install 'specplan[build]'")
     target = out if out is not None else locations.build_directory()
+    if target is None:
+        _fail(
+            "this user has no home directory to keep packs in; "
+            f"name a directory with --out or ${locations.ENVIRONMENT}"
+        )
     with _Progress(quiet=as_json) as progress:
         try:
             report = build(
