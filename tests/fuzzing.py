@@ -86,8 +86,8 @@ class Call:
     defined: bool = True
     #: What was done to it.
     changes: list[str] = field(default_factory=list)
-    #: rollback's planes, which its table points to, and what the calls before left to this one.
-    more: dict[str, Any] = field(default_factory=dict)
+    #: Whether it is made as a bound launch.
+    bound: bool = False
 
     def __str__(self) -> str:
         shown = []
@@ -105,7 +105,8 @@ class Call:
                 text = repr(value) if isinstance(value, (int, float, str)) else type(value).__name__
             shown.append(f"{name}={text}")
         done = ", ".join(self.changes) or "nothing"
-        return f"{self.op}({', '.join(shown)}); changed: {done}"
+        how = f"{self.op}.bind" if self.bound else self.op
+        return f"{how}({', '.join(shown)}); changed: {done}"
 
 
 # What calls are made
@@ -116,6 +117,7 @@ def any_call(chance: Random, problems: Mapping[str, Sequence[Mapping[str, int]]]
     family = chance.choice(sorted(set(problems) & {"scatter", "gather"}))
     geometry = chance.choice(list(problems[family]))
     call = (_scatter if family == "scatter" else _gather)(chance, geometry)
+    call.bound = chance.random() < 0.25
     if chance.random() < 0.5:
         for _ in range(chance.choice((1, 1, 1, 2))):
             _spoil(chance, call)
@@ -417,6 +419,17 @@ class Failure:
         return f"batch {self.batch}, row {self.row}: {self.what}\n    {self.call}"
 
 
+def through(op: Any, bound: bool, *arguments: Any, **named: Any) -> Any:
+    """The answer of an op, called or bound and launched."""
+    if not bound:
+        return op(*arguments, **named)
+    launch = op.bind(*arguments, **named)
+    if isinstance(launch, specplan.Uncertified):
+        return launch
+    launch()
+    return True
+
+
 #: Launches a call: ``launch(call, arguments)`` is the op's answer.
 Launch = Callable[[Call, Mapping[str, Any]], Any]
 REFERENCES: Mapping[str, Callable[..., None]] = {
@@ -612,7 +625,7 @@ def episode(chance: Random, geometry: Mapping[str, int], row_bytes: int) -> Epis
                 arguments["slots"] = views["slots"]
                 if chance.random() < 0.7:
                     arguments["cursors"] = views["cursors"]
-        call = Call(f"rollback.{op}", arguments, values)
+        call = Call(f"rollback.{op}", arguments, values, bound=chance.random() < 0.25)
         if chance.random() < 0.4:
             _spoil_rollback(chance, call)
         calls.append(call)

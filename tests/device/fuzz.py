@@ -64,9 +64,9 @@ def batch(
             number,
             episodes,
             noise(EPISODES, EPISODE_BYTES),
-            lambda row, call, layout, arguments, rows: getattr(
-                pack.rollback, call.op.partition(".")[2]
-            )(layout, **arguments),
+            lambda row, call, layout, arguments, rows: fuzzing.through(
+                getattr(pack.rollback, call.op.partition(".")[2]), call.bound, layout, **arguments
+            ),
             device,
             score,
         )
@@ -83,7 +83,7 @@ def batch(
         number,
         calls,
         noise(COPIES, COPY_BYTES),
-        lambda call, arguments: getattr(pack, call.op)(**arguments),
+        lambda call, arguments: fuzzing.through(getattr(pack, call.op), call.bound, **arguments),
         device,
         score,
     )
