@@ -81,9 +81,21 @@ def load(
         there = ", ".join(sorted(found)) or "none"
         raise PackNotFoundError(
             f"no pack for {' or '.join(wanted)}. Searched: {searched}. Archs found: {there}. "
+            f"{_without_manifest([root for _, root in places], wanted)}"
             f"Build one: specplan build --arch {wanted[0]}"
         )
     return Pack([_ArchPack(found[name], name) for name in usable], candidates=candidates)
+
+
+def _without_manifest(roots: Sequence[Path], wanted: Sequence[str]) -> str:
+    """A sentence about what would be a pack if it had its manifest, or nothing."""
+    for directory in (place for root in roots for place in (root, *(root / a for a in wanted))):
+        if any(directory.glob("*.so")) and not (directory / manifest.NAME).is_file():
+            return (
+                f"{directory} holds libraries and no {manifest.NAME}: its build never finished, or "
+                "the file was taken away. "
+            )
+    return ""
 
 
 def visible_archs() -> list[str]:
