@@ -491,7 +491,9 @@ def run_copies(
         score.note(call, answer)
         if answer is True and call.defined:
             try:
-                REFERENCES[call.op](**host.arguments(call, row))
+                given = host.arguments(call, row).items()
+                # True counts as 1, and torch does not subtract it.
+                REFERENCES[call.op](**{n: 1 if v is True else v for n, v in given})
             except Exception as error:
                 errors[row] = f"was launched, and the reference raises {error!r}"
     _judge(batch, calls, host, Storage(ours.rows.cpu()), before, errors, score)
@@ -553,7 +555,7 @@ class Episode:
 
 def episode(chance: Random, geometry: Mapping[str, int], row_bytes: int) -> Episode:
     """A sequence of rollback's ops over one cache, placed in a row of ``row_bytes``."""
-    requests, tokens = chance.randint(1, 6), chance.randint(1, 4)
+    requests, tokens = chance.choice((1, 2, 4, 8, chance.randint(1, 6))), chance.randint(1, 4)
     rows = requests * tokens
     pages, page_tokens = chance.randint(1, 4), chance.choice((1, 3, 4, 8))
     index = chance.choice((torch.int32, torch.int64))

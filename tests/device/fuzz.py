@@ -12,6 +12,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 
@@ -23,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import fuzzing
 
 #: Calls of a batch, and bytes that each has.
-COPIES, COPY_BYTES = 512, 64 << 10
-EPISODES, EPISODE_BYTES = 128, 256 << 10
+COPIES, COPY_BYTES = 512, 32 << 10
+EPISODES, EPISODE_BYTES = 128, 128 << 10
 #: Every fourth batch is of rollback.
 TURN = 4
 
@@ -89,41 +92,60 @@ def batch(
     )
 
 
+def work(
+    packs: Path | None, seed: int, first: int, step: int, calls: int
+) -> tuple[fuzzing.Score, int]:
+    """Run the batches first, first + step ... until there are enough calls, or a failure."""
+    torch.set_num_threads(1)
+    device = torch.device("cuda", 0)
+    pack = specplan.load(packs, candidates=True)
+    pack.prepare()
+    problems = geometries(pack)
+    score = fuzzing.Score()
+    batches = 0
+    while score.calls < calls and not score.failures:
+        batch(first + batches * step, seed, pack, problems, device, score)
+        batches += 1
+    return score, batches
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--packs", type=Path)
     parser.add_argument("--calls", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=4, help="processes, which share the GPU")
     parser.add_argument("--batch", type=int, help="only this batch")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    device = torch.device("cuda", 0)
-    pack = specplan.load(options.packs, candidates=True)
-    pack.prepare()
-    problems = geometries(pack)
-    score = fuzzing.Score()
     start = time.monotonic()
-    number = options.batch or 0
-    while score.calls < options.calls and not score.failures:
-        batch(number, options.seed, pack, problems, device, score)
-        if options.batch is not None:
-            break
-        number += 1
-    seconds = time.monotonic() - start
-    for answer, count in sorted(score.answers.items()):
+    if options.batch is not None:
+        done = [work(options.packs, options.seed, options.batch, 1, 1)]
+    else:
+        share = -(-options.calls // options.jobs)
+        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+            futures = [
+                pool.submit(work, options.packs, options.seed, job, options.jobs, share)
+                for job in range(options.jobs)
+            ]
+            done = [future.result() for future in futures]
+    answers = sum((score.answers for score, _ in done), Counter[str]())
+    failures = [failure for score, _ in done for failure in score.failures]
+    for answer, count in sorted(answers.items()):
         print(f"{count:8,}  {answer}")
-    for failure in score.failures[:10]:
+    for failure in failures[:10]:
         print(failure)
-    launched = sum(n for answer, n in score.answers.items() if answer.endswith(": launched"))
+    calls, batches = answers.total(), sum(batches for _, batches in done)
+    launched = sum(count for answer, count in answers.items() if answer.endswith(": launched"))
     print(
-        f"{score.calls:,} calls, seed {options.seed}, {number} batches, {seconds:.0f} s, "
-        f"{launched:,} launched and equal, {len(score.failures)} failures"
+        f"{calls:,} calls, seed {options.seed}, {batches} batches, "
+        f"{time.monotonic() - start:.0f} s, {launched:,} launched and equal, "
+        f"{len(failures)} failures"
     )
     # If hardly anything was launched, or hardly anything declined, nothing was shown.
-    lopsided = options.batch is None and not 0.2 < launched / max(1, score.calls) < 0.9
+    lopsided = options.batch is None and not 0.2 < launched / max(1, calls) < 0.9
     if lopsided:
         print("too few calls were launched, or too few declined")
-    return int(bool(score.failures) or lopsided)
+    return int(bool(failures) or lopsided)
 
 
 if __name__ == "__main__":

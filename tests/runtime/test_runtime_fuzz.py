@@ -53,7 +53,8 @@ class Module:
         beyond = self._beyond(call)
         if beyond is not None:
             self.beyond.append(beyond)
-        fuzzing.REFERENCES[self.family](**{n: _plain(v) for n, v in call.items()})
+        given = {n: 1 if v is True else _plain(v) for n, v in call.items()}
+        fuzzing.REFERENCES[self.family](**given)
 
     def _beyond(self, call: Mapping[str, Any]) -> str | None:
         """What the kernels take for granted (see their contracts) and this launch does not keep."""
