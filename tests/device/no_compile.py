@@ -18,8 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
-#: The compiler of the plans. torch imports Triton when it initialises CUDA, so that stays importable:
-#: it could not compile either without writing or starting a process.
+#: The compiler of the plans. torch imports Triton when it initialises CUDA, so that stays
+#: importable: it could not compile either without writing or starting a process.
 BLOCKED = ("cutlass", "cutlass_dsl")
 #: Events that change something outside of the process, besides ``open`` for writing.
 CHANGES = (
@@ -145,9 +145,11 @@ def main() -> int:
     options = parser.parse_args()
     sys.dont_write_bytecode = True
     root = empty_homes()
-    # What torch does at its own import is no business of specplan's; it looks for a directory for
+    # What torch does at its own start is no business of specplan's; it looks for a directory for
     # temporary files by writing one.
-    import torch  # noqa: F401
+    import torch
+
+    torch.cuda.init()
 
     sys.meta_path.insert(0, NoCompiler())  # type: ignore[arg-type]
     sys.addaudithook(watch)
