@@ -18,7 +18,9 @@ import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
-BLOCKED = ("cutlass", "cutlass_dsl", "triton", "torch._inductor", "torch.utils.cpp_extension")
+#: The compiler of the plans. torch imports Triton when it initialises CUDA, so that stays
+#: importable: it could not compile either without writing or starting a process.
+BLOCKED = ("cutlass", "cutlass_dsl")
 #: Events that change something outside of the process, besides ``open`` for writing.
 CHANGES = (
     *("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate"),
@@ -143,9 +145,11 @@ def main() -> int:
     options = parser.parse_args()
     sys.dont_write_bytecode = True
     root = empty_homes()
-    # What torch does at its own import is no business of specplan's; it looks for a directory for
+    # What torch does at its own start is no business of specplan's; it looks for a directory for
     # temporary files by writing one.
-    import torch  # noqa: F401
+    import torch
+
+    torch.cuda.init()
 
     sys.meta_path.insert(0, NoCompiler())  # type: ignore[arg-type]
     sys.addaudithook(watch)
