@@ -5,6 +5,7 @@ over ops with mistakes in them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -249,6 +250,21 @@ def test_a_stray_write_of_a_call_whose_outcome_is_not_defined_is_found() -> None
     for call in calls:
         call.defined = False
     assert len(run(calls, stray).failures) == 10
+
+
+def test_a_call_whose_arguments_share_what_is_written_is_not_judged_by_its_values() -> None:
+    """A wide output that lies where the narrow lengths lie reaches over the stores behind them."""
+    (call,) = [c for c in right_calls(40) if c.op == "scatter"][:1]
+    wide = fuzzing.dense(*call.arguments["lens"].shape, 400)
+    call.arguments["next_draft_tokens"] = dataclasses.replace(wide, alias="lens")
+    assert call.defined
+    fuzzing.place(call, COPY_BYTES, Random(1))
+    assert not call.defined
+    (other,) = [c for c in right_calls(40) if c.op == "scatter"][:1]
+    narrow = fuzzing.dense(*other.arguments["lens"].shape, 1)
+    other.arguments["next_draft_tokens"] = dataclasses.replace(narrow, alias="lens")
+    fuzzing.place(other, COPY_BYTES, Random(1))
+    assert other.defined
 
 
 # rollback's sequences, over an op that is the reference
