@@ -31,6 +31,11 @@ from specplan import Reason, Uncertified, forked  # noqa: E402
 from specplan import op as op_module  # noqa: E402
 
 from stubs import Compiled, OnDevice  # noqa: E402  isort: skip
+from test_runtime_calls import SCATTER  # noqa: E402  isort: skip
+
+
+#: Where scatter's compiled function takes its number of rows.
+ROWS = SCATTER.index("rows")
 
 
 def scatter_call(requests: int, width: int, kind: type[OnDevice] = OnDevice) -> tuple[Any, ...]:
@@ -219,7 +224,7 @@ def _idle_on_host(real: Any, cls: Any, plan: Any, device: Any) -> Any:
 def launches(pack: specplan.Pack, arch: str) -> int:
     """Launches of work by one arch's functions."""
     stubs = pack._packs[arch].functions.values()
-    return sum(a[-1] > 0 for stub in stubs for a in stub.launches if "scatter" in stub.symbol)
+    return sum(a[ROWS] > 0 for stub in stubs for a in stub.launches if "scatter" in stub.symbol)
 
 
 def test_each_of_two_gpus_runs_the_pack_of_its_own_arch(mixed: specplan.Pack) -> None:
@@ -302,12 +307,12 @@ def test_calls_from_many_threads_each_get_their_own_plan(
         (stub.spec, arguments)
         for stub in pack._packs[packs.ARCH].functions.values()
         for arguments in stub.launches
-        if stub.symbol.startswith("scatter") and arguments[-1] > 0
+        if stub.symbol.startswith("scatter") and arguments[ROWS] > 0
     ]
     assert len(work) == 8 * 400
     for spec, arguments in work:
         assert (spec["history"], spec["next"], spec["draft"]) == (4, 4, 3)
-        assert arguments[0].shape[0] == arguments[-1] == arguments[4].numel()
+        assert arguments[0].shape[0] == arguments[ROWS] == arguments[4].numel()
 
 
 def test_a_first_call_from_many_threads_loads_the_code_once(
@@ -328,7 +333,7 @@ def test_a_first_call_from_many_threads_loads_the_code_once(
         thread.join()
     assert answers == [True] * 8
     stubs = pack._packs[packs.ARCH].functions.values()
-    idle = [sum(a[-1] == 0 for a in s.launches) for s in stubs if s.symbol.startswith("scatter")]
+    idle = [sum(a[ROWS] == 0 for a in s.launches) for s in stubs if s.symbol.startswith("scatter")]
     assert set(idle) == {1}
 
 
