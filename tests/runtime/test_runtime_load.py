@@ -206,8 +206,7 @@ def test_a_manifest_that_is_whole_but_lacks_a_field_is_corrupt(copied: Path) -> 
     path = copied / packs.ARCH / manifest.NAME
     body = json.loads(path.read_text())
     del body["plans"]
-    body["digest"] = manifest._digest(body)
-    path.write_text(json.dumps(body))
+    path.write_text(manifest.sealed(body))
     error = refusal(specplan.PackCorruptError, copied)
     assert error.reason == "manifest_unreadable"
     assert "'plans'" in str(error)
