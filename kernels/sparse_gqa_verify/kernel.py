@@ -88,9 +88,10 @@ PER_WINDOW = 9
 WINDOW = PER_WINDOW * THREADS
 #: Entries of a lone row that a thread looks up before anything else is known.
 EARLY = 4
-#: List entries that a thread handles together, and how many such parts a row's list has.
-PER_PART = 9
-PARTS = -(-UNION_LIST // (PER_PART * THREADS))
+#: A thread takes this many runs of four entries of a list at a time; the runs beyond those that all
+#: threads take so are one for each lane, a row for each warp.
+QUADS = 4
+LATE_QUADS = UNION_LIST // 4 - QUADS * THREADS
 #: Words of the block bitmap: one bit for every four tokens.
 BITMAP_WORDS = UNION_TOKENS // 4 // 32
 SLICE = HEAD_DIM // WARPS
@@ -189,7 +190,7 @@ class Form:
     @property
     def smem_bytes(self) -> int:
         scales = self.stages * WARPS * TILE * 16 if self.dtype == "nvfp4" else 0
-        lists = self.lists_at + ((GROUP_ROWS - 1) * UNION_LIST + PARTS * PER_PART * THREADS) * 4
+        lists = self.lists_at + GROUP_ROWS * UNION_LIST * 4
         return max(self.v_scales_at + scales, lists, self.ring_at + self.m_rows * STAGED_ROW)
 
     # The union is built where the ring lies later: bitmap, prefix counts, staged lists.
@@ -350,8 +351,9 @@ def _attend(
             ptx.store_shared_wide(at, base, Int64(planes[i].stride[0]) * size)
             ptx.store_shared(at + 16, Int32(Int64(planes[i].stride[2]) * size))
 
-    cute.arch.griddepcontrol_wait()
+    # Whatever is launched next waits for all of this grid before it reads or writes memory.
     cute.arch.griddepcontrol_launch_dependents()
+    cute.arch.griddepcontrol_wait()
 
     # Row r of the group stands in three words: its request or -1, its entries, its last position.
     info = smem + form.misc_at
@@ -725,10 +727,10 @@ def _rank(cta: _Cta, block: Int32, form: Form) -> Int32:
 
 @cute.jit
 def _stage_lists(cta: _Cta, form: cutlass.Constexpr) -> None:
-    """Starts copying the rows' lists to shared memory; a thread reads back only what it copied."""
+    """Starts copying the rows' lists to shared memory."""
     for row in cutlass.range(cta.rows, unroll=1):
         source = _list_address(cta, row)
-        for turn in cutlass.range(PARTS * PER_PART, unroll=3):
+        for turn in cutlass.range(UNION_LIST // THREADS, unroll=UNION_LIST // THREADS):
             place = turn * THREADS + cta.thread
             inside = place < Int32(cta.lists.shape[1])
             entry = Int64(place) * Int64(cta.lists.stride[1]) * 4
@@ -737,22 +739,53 @@ def _stage_lists(cta: _Cta, form: cutlass.Constexpr) -> None:
     ptx.commit()
 
 
-def _staged_tokens(cta: _Cta, row: Int32, part: Int32, form: Form) -> list[Int32]:
-    """This thread's entries of a part of a row's staged list, -1 where there is none."""
+class _Quad(NamedTuple):
+    """Four neighbouring entries of a row's staged list. Lists are mostly blocks of four tokens in
+    order: such a quad is handled at once, any other an entry after another.
+    """
+
+    row: Int32
+    tokens: ptx.Words
+    #: The tokens of one block, in order, and all of them valid.
+    whole: Any
+    #: Entries from the first of these on that are valid if they are tokens of the request.
+    left: Int32
+    limit: Int32
+
+    def valid(self, i: int) -> Any:
+        token = self.tokens[i]
+        return (i < self.left) & (token >= 0) & (token <= self.limit)
+
+
+def _quads(cta: _Cta, step: Int32, form: Form) -> list[_Quad]:
+    """What a thread takes of the lists in a step: of row ``step``, or of the rest of all rows."""
+    last = step == cta.rows
+    row = ptx.choose(last, cta.warp, step)
     _, listed, limit, _ = ptx.load_shared4(cta.smem + row * 16, form.misc_at)
-    first = part * (PER_PART * THREADS) + cta.thread
-    base = cta.smem + (row * UNION_LIST + first) * 4
-    turns = range(PER_PART)
-    tokens = [ptx.load_shared(base, form.lists_at + turn * THREADS * 4) for turn in turns]
     limit = cutlass.min(limit, UNION_TOKENS - 1)
-    return [
-        ptx.choose(
-            (first + turn * THREADS < listed) & (tokens[turn] >= 0) & (tokens[turn] <= limit),
-            tokens[turn],
-            Int32(-1),
-        )
-        for turn in turns
-    ]
+    quads = []
+    for u in range(QUADS):
+        # Beyond the rest there is nothing: it is read again and not counted.
+        quad = ptx.choose(last, Int32(QUADS * THREADS) + cta.lane, u * THREADS + cta.thread)
+        left = listed - 4 * quad
+        if u > 0:
+            left = ptx.choose(last, Int32(0), left)
+        if LATE_QUADS < 32:
+            left = ptx.choose(last & (cta.lane >= LATE_QUADS), Int32(0), left)
+        at = cta.smem + (row * UNION_LIST + 4 * quad) * 4
+        t = ptx.load_shared4(at, form.lists_at)
+        odd = (t[0] & 3) | (t[1] ^ (t[0] + 1)) | (t[2] ^ (t[0] + 2)) | (t[3] ^ (t[0] + 3))
+        whole = (odd == 0) & (t[0] >= 0) & (t[3] <= limit) & (left >= 4)
+        quads.append(_Quad(row, t, whole, left, limit))
+    return quads
+
+
+def _some_broken(quads: list[_Quad]) -> Any:
+    """Whether any quad of this thread has entries but is not whole."""
+    broken = Int32(0)
+    for quad in quads:
+        broken = broken | Int32(~quad.whole & (quad.left > 0))
+    return broken != 0
 
 
 @cute.jit
@@ -772,48 +805,57 @@ def _mark_blocks(cta: _Cta, form: cutlass.Constexpr) -> Int32:
     ptx.wait(0)
     ptx.barrier()
 
-    for index in cutlass.range(cta.rows * PARTS, unroll=1):
-        staged = _staged_tokens(cta, index // PARTS, index % PARTS, form)
-        blocks_of = [token >> 2 for token in staged]
-        # Lists are runs of four: one lane of a run marks its block.
-        before = [ptx.shuffle_up(block, 1) for block in blocks_of]
-        for turn in cutlass.range_constexpr(PER_PART):
-            block = blocks_of[turn]
-            ptx.or_shared(
-                cta.smem + form.ring_at + ((block >> 5) & (BITMAP_WORDS - 1)) * 4,
-                Int32(1) << (block & 31),
-                (block >= 0) & ((cta.lane == 0) | (before[turn] != block)),
-            )
+    bitmap = cta.smem + form.ring_at
+    for step in cutlass.range(cta.rows + 1, unroll=1):
+        quads = _quads(cta, step, form)
+        for quad in quads:
+            block = quad.tokens[0] >> 2
+            at = bitmap + ((block >> 5) & (BITMAP_WORDS - 1)) * 4
+            ptx.or_shared(at, Int32(1) << (block & 31), quad.whole)
+        if _some_broken(quads):
+            for quad in quads:
+                for i in cutlass.range_constexpr(4):
+                    block = quad.tokens[i] >> 2
+                    at = bitmap + ((block >> 5) & (BITMAP_WORDS - 1)) * 4
+                    ptx.or_shared(at, Int32(1) << (block & 31), ~quad.whole & quad.valid(i))
     ptx.barrier()
 
-    per_thread = BITMAP_WORDS // THREADS
+    # A warp counts a quarter of the words, 128 at a time, so that its lanes read side by side.
+    turns = BITMAP_WORDS // THREADS // 4
+    first = (cta.warp * (BITMAP_WORDS // WARPS) + 4 * cta.lane) * 4
     counts = []
-    for i in cutlass.range_constexpr(per_thread // 4):
-        at = cta.smem + form.ring_at + (cta.thread * per_thread + 4 * i) * 4
-        counts += [ptx.population(word) for word in ptx.load_shared4(at)]
-    mine = counts[0]
-    for i in cutlass.range_constexpr(1, per_thread):
-        mine = mine + counts[i]
-    inclusive = mine
+    sums = []
+    for i in cutlass.range_constexpr(turns):
+        words = ptx.load_shared4(bitmap + first, i * 512)
+        each = [ptx.population(word) for word in words]
+        counts.append(each)
+        sums.append((each[0] + each[1]) + (each[2] + each[3]))
+    inclusive = list(sums)
     for power in cutlass.range_constexpr(5):
-        lower = ptx.shuffle_up(inclusive, 1 << power)
-        inclusive = inclusive + ptx.choose(cta.lane >= (1 << power), lower, Int32(0))
-    if cta.lane == 31:
-        ptx.store_shared(scratch + cta.warp * 4, inclusive)
+        for i in cutlass.range_constexpr(turns):
+            lower = ptx.shuffle_up(inclusive[i], 1 << power)
+            lower = ptx.choose(cta.lane >= (1 << power), lower, Int32(0))
+            inclusive[i] = inclusive[i] + lower
+    totals = [ptx.sum_over_warp(each) for each in sums]
+    mine = (totals[0] + totals[1]) + (totals[2] + totals[3])
+    if cta.lane == 0:
+        ptx.store_shared(scratch + cta.warp * 4, mine)
     ptx.barrier()
-    sums = ptx.load_shared4(scratch)
-    running = inclusive - mine
+    of_warps = ptx.load_shared4(scratch)
+    before = Int32(0)
     blocks = Int32(0)
     for w in cutlass.range_constexpr(WARPS):
-        running = running + ptx.choose(cta.warp > w, sums[w], Int32(0))
-        blocks = blocks + sums[w]
-    for i in cutlass.range_constexpr(per_thread // 4):
+        before = before + ptx.choose(cta.warp > w, of_warps[w], Int32(0))
+        blocks = blocks + of_warps[w]
+    for i in cutlass.range_constexpr(turns):
+        running = before + inclusive[i] - sums[i]
         four = []
         for j in cutlass.range_constexpr(4):
             four.append(running)
-            running = running + counts[4 * i + j]
-        at = cta.smem + form.prefix_at + (cta.thread * per_thread + 4 * i) * 4
-        ptx.store_shared4(at, (four[0], four[1], four[2], four[3]))
+            running = running + counts[i][j]
+        at = cta.smem + form.prefix_at + first
+        ptx.store_shared4(at, (four[0], four[1], four[2], four[3]), i * 512)
+        before = before + totals[i]
     ptx.barrier()
     return blocks
 
@@ -830,17 +872,29 @@ def _fill_union(
     """
     window = cta.smem + form.window_at
     surplus = Int32(0)
-    for index in cutlass.range(cta.rows * PARTS, unroll=1):
-        row = index // PARTS
-        tokens = _staged_tokens(cta, row, index % PARTS, form)
-        places = [_rank(cta, cutlass.max(token >> 2, 0), form) - low for token in tokens]
-        for turn in cutlass.range_constexpr(PER_PART):
-            token = tokens[turn]
-            mine = (token >= 0) & (places[turn] >= 0) & (places[turn] < entries)
-            at = window + ptx.choose(mine, places[turn], Int32(0)) * 8
-            ptx.or_shared(at + 4, Int32(1) << (4 * (token & 3) + row), mine)
-            ptx.store_shared_if(at, token >> 2, mine)
-            surplus = surplus + Int32(mine)
+    for step in cutlass.range(cta.rows + 1, unroll=1):
+        quads = _quads(cta, step, form)
+        places = [
+            _rank(cta, ptx.choose(quad.whole, quad.tokens[0] >> 2, Int32(0)), form) - low
+            for quad in quads
+        ]
+        for quad, place in zip(quads, places, strict=True):
+            mine = quad.whole & (place >= 0) & (place < entries)
+            at = window + ptx.choose(mine, place, Int32(0)) * 8
+            ptx.or_shared(at + 4, Int32(0x1111) << quad.row, mine)
+            ptx.store_shared_if(at, quad.tokens[0] >> 2, mine)
+            surplus = surplus + 4 * Int32(mine)
+        if _some_broken(quads):
+            for quad in quads:
+                for i in cutlass.range_constexpr(4):
+                    token = quad.tokens[i]
+                    valid = ~quad.whole & quad.valid(i)
+                    place = _rank(cta, ptx.choose(valid, token >> 2, Int32(0)), form) - low
+                    mine = valid & (place >= 0) & (place < entries)
+                    at = window + ptx.choose(mine, place, Int32(0)) * 8
+                    ptx.or_shared(at + 4, Int32(1) << (4 * (token & 3) + quad.row), mine)
+                    ptx.store_shared_if(at, token >> 2, mine)
+                    surplus = surplus + Int32(mine)
     ptx.barrier()
     owners = [ptx.load_shared(cta.smem + form.misc_at + 16 * r) for r in range(GROUP_ROWS)]
     base = cutlass.max(cutlass.max(owners[0], owners[1]), cutlass.max(owners[2], owners[3]))
@@ -1409,8 +1463,9 @@ def _merge(
     )
     step = Int64(m_rows) * PARTIAL_ROW
 
-    cute.arch.griddepcontrol_wait()
+    # Whatever is launched next waits for all of this grid before it reads or writes memory.
     cute.arch.griddepcontrol_launch_dependents()
+    cute.arch.griddepcontrol_wait()
     if within < tokens:
         tops = []
         sums = []
