@@ -88,10 +88,12 @@ PER_WINDOW = 9
 WINDOW = PER_WINDOW * THREADS
 #: Entries of a lone row that a thread looks up before anything else is known.
 EARLY = 4
-#: A thread takes this many runs of four entries of a list at a time; the runs beyond those that all
-#: threads take so are one for each lane, a row for each warp.
-QUADS = 4
-LATE_QUADS = UNION_LIST // 4 - QUADS * THREADS
+#: A thread takes this many runs of four entries of a list: the first of all threads' runs, and one
+#: more turn, in which a lane takes one of what is left and a warp a row, does the rest.
+QUADS = UNION_LIST // 4 // THREADS
+assert UNION_LIST == 4 * (QUADS * THREADS + 32)
+#: Turns of the look-up of a union's pages where a split leaves few entries.
+FEW = 3
 #: Words of the block bitmap: one bit for every four tokens.
 BITMAP_WORDS = UNION_TOKENS // 4 // 32
 SLICE = HEAD_DIM // WARPS
@@ -351,9 +353,13 @@ def _attend(
             ptx.store_shared_wide(at, base, Int64(planes[i].stride[0]) * size)
             ptx.store_shared(at + 16, Int32(Int64(planes[i].stride[2]) * size))
 
-    # Whatever is launched next waits for all of this grid before it reads or writes memory.
-    cute.arch.griddepcontrol_launch_dependents()
+    # The merge may take its place beside this grid at once. Another grid of this kernel would take
+    # SMs that this one has left empty and share them with the next: two CTAs here, none there.
+    if splits > 1:
+        cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
+    if splits == 1:
+        cute.arch.griddepcontrol_launch_dependents()
 
     # Row r of the group stands in three words: its request or -1, its entries, its last position.
     info = smem + form.misc_at
@@ -378,6 +384,8 @@ def _attend(
             ahead[u] = ptx.load_global_if(source + Int64(place) * entry, place < last, -1)
     elif width <= UNION_LIST:
         _stage_lists(cta, form)
+        if count > 1:
+            _warm(cta, request_indices, form)
     words = _fetch_queries(cta, q, form)
     score_scale = softmax_scale * Float32(LOG2_E * 2.0**form.e2m1_exponent)
     value_scale = Float32(2.0**form.e2m1_exponent)
@@ -739,6 +747,26 @@ def _stage_lists(cta: _Cta, form: cutlass.Constexpr) -> None:
     ptx.commit()
 
 
+@cute.jit
+def _warm(cta: _Cta, request_indices: cute.Tensor, form: cutlass.Constexpr) -> None:
+    """Asks the L2 for a token a thread of what the splits of a union will read: each takes its part
+    of the first row's list, which is most of the union. That memory is fetched while the union is
+    found.
+    """
+    width = Int32(cta.lists.shape[1])
+    owner = ptx.load_global(_word_address(request_indices, cta.row0))
+    first, last = _share(cta, width)
+    place = first + cta.thread
+    entry = Int64(place) * Int64(cta.lists.stride[1]) * 4
+    token = ptx.load_global_if(_list_address(cta, Int32(0)) + entry, place < last, -1)
+    live = (owner >= 0) & (owner < Int32(cta.table.shape[0]))
+    page, slot, valid = _page_of(cta, owner, token, live & (token >= 0))
+    ptx.barrier()
+    for which in cutlass.range_constexpr(2):
+        source = _source(_plane(cta, which, form), page, slot)
+        ptx.prefetch_l2(source, form.row_bytes, valid)
+
+
 class _Quad(NamedTuple):
     """Four neighbouring entries of a row's staged list. Lists are mostly blocks of four tokens in
     order: such a quad is handled at once, any other an entry after another.
@@ -748,44 +776,38 @@ class _Quad(NamedTuple):
     tokens: ptx.Words
     #: The tokens of one block, in order, and all of them valid.
     whole: Any
-    #: Entries from the first of these on that are valid if they are tokens of the request.
+    #: Entries that are left of the list, these included; below 1 there is nothing here.
     left: Int32
     limit: Int32
 
     def valid(self, i: int) -> Any:
         token = self.tokens[i]
-        return (i < self.left) & (token >= 0) & (token <= self.limit)
+        return (self.left > i) & (token >= 0) & (token <= self.limit)
 
 
-def _quads(cta: _Cta, step: Int32, form: Form) -> list[_Quad]:
-    """What a thread takes of the lists in a step: of row ``step``, or of the rest of all rows."""
-    last = step == cta.rows
-    row = ptx.choose(last, cta.warp, step)
+def _quad(cta: _Cta, step: Int32, number: Int32 | int, form: Form) -> _Quad:
+    """Quad ``number`` of those that a thread takes in a step: two rows, or the rest of all rows."""
+    number = Int32(number)
+    late = step == (cta.rows + 1) >> 1
+    row = ptx.choose(late, cta.warp, 2 * step + number // QUADS)
+    turn = number % QUADS
+    quad = ptx.choose(late, QUADS * THREADS + cta.lane, turn * THREADS + cta.thread)
     _, listed, limit, _ = ptx.load_shared4(cta.smem + row * 16, form.misc_at)
     limit = cutlass.min(limit, UNION_TOKENS - 1)
-    quads = []
-    for u in range(QUADS):
-        # Beyond the rest there is nothing: it is read again and not counted.
-        quad = ptx.choose(last, Int32(QUADS * THREADS) + cta.lane, u * THREADS + cta.thread)
-        left = listed - 4 * quad
-        if u > 0:
-            left = ptx.choose(last, Int32(0), left)
-        if LATE_QUADS < 32:
-            left = ptx.choose(last & (cta.lane >= LATE_QUADS), Int32(0), left)
-        at = cta.smem + (row * UNION_LIST + 4 * quad) * 4
-        t = ptx.load_shared4(at, form.lists_at)
-        odd = (t[0] & 3) | (t[1] ^ (t[0] + 1)) | (t[2] ^ (t[0] + 2)) | (t[3] ^ (t[0] + 3))
-        whole = (odd == 0) & (t[0] >= 0) & (t[3] <= limit) & (left >= 4)
-        quads.append(_Quad(row, t, whole, left, limit))
-    return quads
+    left = ptx.choose(late & (number > 0), Int32(0), listed - 4 * quad)
+    t = ptx.load_shared4(cta.smem + (row * UNION_LIST + 4 * quad) * 4, form.lists_at)
+    odd = (t[0] & 3) | (t[1] ^ (t[0] + 1)) | (t[2] ^ (t[0] + 2)) | (t[3] ^ (t[0] + 3))
+    whole = (odd == 0) & (t[0] >= 0) & (t[3] <= limit) & (left >= 4)
+    return _Quad(row, t, whole, left, limit)
 
 
-def _some_broken(quads: list[_Quad]) -> Any:
-    """Whether any quad of this thread has entries but is not whole."""
+def _quads(cta: _Cta, step: Int32, form: Form) -> tuple[list[_Quad], Any]:
+    """A step's quads, and whether any of them has entries and is not whole."""
+    quads = [_quad(cta, step, number, form) for number in range(2 * QUADS)]
     broken = Int32(0)
     for quad in quads:
         broken = broken | Int32(~quad.whole & (quad.left > 0))
-    return broken != 0
+    return quads, broken != 0
 
 
 @cute.jit
@@ -806,18 +828,24 @@ def _mark_blocks(cta: _Cta, form: cutlass.Constexpr) -> Int32:
     ptx.barrier()
 
     bitmap = cta.smem + form.ring_at
-    for step in cutlass.range(cta.rows + 1, unroll=1):
-        quads = _quads(cta, step, form)
-        for quad in quads:
+    # Threads with nothing to mark or count write a harmless 0 to a word of their own: a condition
+    # on an atomic would be a branch.
+    nowhere = cta.thread * 4
+    for step in cutlass.range((cta.rows + 1) // 2 + 1, unroll=1):
+        quads, broken = _quads(cta, step, form)
+        for number in cutlass.range_constexpr(2 * QUADS):
+            quad = quads[number]
             block = quad.tokens[0] >> 2
-            at = bitmap + ((block >> 5) & (BITMAP_WORDS - 1)) * 4
-            ptx.or_shared(at, Int32(1) << (block & 31), quad.whole)
-        if _some_broken(quads):
-            for quad in quads:
+            at = ptx.choose(quad.whole, (block >> 5) * 4, nowhere)
+            ptx.or_shared(bitmap + at, ptx.choose(quad.whole, Int32(1) << (block & 31), Int32(0)))
+        if broken:
+            for number in cutlass.range(2 * QUADS, unroll=1):
+                quad = _quad(cta, step, number, form)
                 for i in cutlass.range_constexpr(4):
                     block = quad.tokens[i] >> 2
-                    at = bitmap + ((block >> 5) & (BITMAP_WORDS - 1)) * 4
-                    ptx.or_shared(at, Int32(1) << (block & 31), ~quad.whole & quad.valid(i))
+                    mine = ~quad.whole & quad.valid(i)
+                    at = ptx.choose(mine, (block >> 5) * 4, nowhere)
+                    ptx.or_shared(bitmap + at, ptx.choose(mine, Int32(1) << (block & 31), Int32(0)))
     ptx.barrier()
 
     # A warp counts a quarter of the words, 128 at a time, so that its lanes read side by side.
@@ -872,50 +900,66 @@ def _fill_union(
     """
     window = cta.smem + form.window_at
     surplus = Int32(0)
-    for step in cutlass.range(cta.rows + 1, unroll=1):
-        quads = _quads(cta, step, form)
-        places = [
-            _rank(cta, ptx.choose(quad.whole, quad.tokens[0] >> 2, Int32(0)), form) - low
-            for quad in quads
-        ]
-        for quad, place in zip(quads, places, strict=True):
+    for step in cutlass.range((cta.rows + 1) // 2 + 1, unroll=1):
+        quads, broken = _quads(cta, step, form)
+        places = []
+        for quad in quads:
+            block = ptx.choose(quad.whole, quad.tokens[0] >> 2, Int32(0))
+            places.append(_rank(cta, block, form) - low)
+        for number in cutlass.range_constexpr(2 * QUADS):
+            quad, place = quads[number], places[number]
             mine = quad.whole & (place >= 0) & (place < entries)
-            at = window + ptx.choose(mine, place, Int32(0)) * 8
-            ptx.or_shared(at + 4, Int32(0x1111) << quad.row, mine)
+            at = window + ptx.choose(mine, place, cta.thread) * 8
+            ptx.or_shared(at + 4, ptx.choose(mine, Int32(0x1111) << quad.row, Int32(0)))
             ptx.store_shared_if(at, quad.tokens[0] >> 2, mine)
             surplus = surplus + 4 * Int32(mine)
-        if _some_broken(quads):
-            for quad in quads:
+        if broken:
+            for number in cutlass.range(2 * QUADS, unroll=1):
+                quad = _quad(cta, step, number, form)
                 for i in cutlass.range_constexpr(4):
                     token = quad.tokens[i]
-                    valid = ~quad.whole & quad.valid(i)
-                    place = _rank(cta, ptx.choose(valid, token >> 2, Int32(0)), form) - low
-                    mine = valid & (place >= 0) & (place < entries)
-                    at = window + ptx.choose(mine, place, Int32(0)) * 8
-                    ptx.or_shared(at + 4, Int32(1) << (4 * (token & 3) + quad.row), mine)
+                    mine = ~quad.whole & quad.valid(i)
+                    place = _rank(cta, ptx.choose(mine, token >> 2, Int32(0)), form) - low
+                    mine = mine & (place >= 0) & (place < entries)
+                    at = window + ptx.choose(mine, place, cta.thread) * 8
+                    member = Int32(1) << (4 * (token & 3) + quad.row)
+                    ptx.or_shared(at + 4, ptx.choose(mine, member, Int32(0)))
                     ptx.store_shared_if(at, token >> 2, mine)
                     surplus = surplus + Int32(mine)
     ptx.barrier()
-    owners = [ptx.load_shared(cta.smem + form.misc_at + 16 * r) for r in range(GROUP_ROWS)]
-    base = cutlass.max(cutlass.max(owners[0], owners[1]), cutlass.max(owners[2], owners[3]))
-    places = [u * THREADS + cta.thread for u in range(PER_WINDOW)]
-    stored = [ptx.load_shared2(window + place * 8) for place in places]
-    found = [_page_of(cta, base, block * 4, members != 0) for block, members in stored]
-    for u in cutlass.range_constexpr(PER_WINDOW):
-        page, slot, valid = found[u]
-        members = stored[u][1]
-        surplus = surplus - ptx.population(members)
-        ptx.store_shared2(
-            window + places[u] * 8,
-            ptx.choose(valid, page, Int32(0)),
-            ptx.choose(valid, (slot << 16) | members, Int32(0)),
-        )
+    if entries <= FEW * THREADS:
+        surplus = surplus - _find_pages(cta, FEW, form)
+    else:
+        surplus = surplus - _find_pages(cta, PER_WINDOW, form)
     surplus = ptx.sum_over_warp(surplus)
     count = cta.smem + form.misc_at + 96
     if cta.lane == 0:
         ptx.add_shared(count, surplus)
     ptx.barrier()
     return Int32(ptx.load_shared(count) != 0)
+
+
+def _find_pages(cta: _Cta, turns: int, form: Form) -> Int32:
+    """Puts pages and slots for the blocks of a union's entries; how many members this thread's
+    entries have.
+    """
+    window = cta.smem + form.window_at
+    owners = [ptx.load_shared(cta.smem + form.misc_at + 16 * r) for r in range(GROUP_ROWS)]
+    base = cutlass.max(cutlass.max(owners[0], owners[1]), cutlass.max(owners[2], owners[3]))
+    places = [u * THREADS + cta.thread for u in range(turns)]
+    stored = [ptx.load_shared2(window + place * 8) for place in places]
+    found = [_page_of(cta, base, block * 4, members != 0) for block, members in stored]
+    count = Int32(0)
+    for u in range(turns):
+        page, slot, valid = found[u]
+        members = stored[u][1]
+        count = count + ptx.population(members)
+        ptx.store_shared2(
+            window + places[u] * 8,
+            ptx.choose(valid, page, Int32(0)),
+            ptx.choose(valid, (slot << 16) | members, Int32(0)),
+        )
+    return count
 
 
 # ----- tiles: gather K and V, score, weigh, accumulate --------------------------------------------
@@ -1463,9 +1507,8 @@ def _merge(
     )
     step = Int64(m_rows) * PARTIAL_ROW
 
-    # Whatever is launched next waits for all of this grid before it reads or writes memory.
-    cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_launch_dependents()
     if within < tokens:
         tops = []
         sums = []

@@ -293,9 +293,8 @@ def store_shared4(address: Int32, words: Words, offset: int = 0) -> None:
     _emit("memory", "", text, "rrrrr", [address, *words], True)
 
 
-def or_shared(address: Int32, bits: Int32, condition: Boolean) -> None:
-    text = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p red.shared.or.b32 [$0], $1; }"
-    _emit("memory", "", text, "rrr", [address, bits, Int32(condition)], True)
+def or_shared(address: Int32, bits: Int32) -> None:
+    _emit("memory", "", "red.shared.or.b32 [$0], $1;", "rr", [address, bits], True)
 
 
 def add_shared(address: Int32, value: Int32) -> None:
@@ -436,6 +435,15 @@ def copy4_if(target: Int32, source: Int64, condition: Boolean) -> None:
     """4 bytes to shared memory, or nothing."""
     text = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.ca.shared.global [$0], [$1], 4; }"
     _emit("memory", "", text, "rlr", [target, source, Int32(condition)], True)
+
+
+def prefetch_l2(source: Int64, size: int, condition: Boolean) -> None:
+    """Asks for ``size`` bytes, a multiple of 16, to be brought to the L2."""
+    text = (
+        "{ .reg .pred p; setp.ne.s32 p, $1, 0;"
+        f" @p cp.async.bulk.prefetch.L2.global [$0], {size}; }}"
+    )
+    _emit("memory", "", text, "lr", [source, Int32(condition)], True)
 
 
 def commit() -> None:

@@ -573,6 +573,11 @@ class _Warp:
             while len(self.groups) > keep:
                 for target, data in self.groups.pop(0):
                     self.machine.shared[target] = data
+        elif "prefetch" in n:
+            # Moves nothing that a program sees, but the memory must be there.
+            live = np.ones(32, bool) if mask is None else mask
+            if live.any():
+                self._bytes("global", self._address(o[0], True)[live], int(o[1]))
         else:
             size = int(o[2])
             live = np.ones(32, bool) if mask is None else mask
