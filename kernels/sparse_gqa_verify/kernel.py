@@ -109,6 +109,8 @@ FETCH_BATCH = 8
 #: two batches.
 MERGE_BATCH = 17
 MERGE_THREADS = HEAD_DIM
+#: Rows of output whose gates a warp has in flight.
+STORE_BATCH = 2
 
 DIRECT, UNION, FILTERED = 0, 1, 2
 
@@ -387,6 +389,14 @@ def _attend(
         if count > 1:
             _warm(cta, request_indices, form)
     words = _fetch_queries(cta, q, form)
+    if (count == 1) & (use_output_gate != 0):
+        # The gates are needed last and read at once.
+        for turn in cutlass.range_constexpr(-(-form.m_rows * 4 // THREADS)):
+            line = turn * THREADS + thread
+            m = line >> 2
+            head = kv_head * group + (m - _row_of(cta, m) * group)
+            source = _row_address(output_gate, row0 + _row_of(cta, m), head, 64 * (line & 3))
+            ptx.prefetch_l2(source, m < rows * group)
     score_scale = softmax_scale * Float32(LOG2_E * 2.0**form.e2m1_exponent)
     value_scale = Float32(2.0**form.e2m1_exponent)
     if cutlass.const_expr(form.f16):
@@ -481,11 +491,14 @@ def _attend(
         else:
             chosen = ptx.choose(mode == UNION, Int32(-1), Int32(1) << done)
             tail = ptx.load_shared(late)
-            _stage(cta, ptx.load_shared_float(late + 4), acc, top, total, form)
+            value_scale = ptx.load_shared_float(late + 4)
             if (tail < 0) | (splits == 1):
+                _stage(cta, value_scale, acc, total, form)
                 _store_rows(cta, out, output_gate, use_output_gate, chosen, form)
             else:
-                _store_partial(cta, workspace, tail, group_rows, chosen, form)
+                _store_partial(
+                    cta, workspace, tail, group_rows, chosen, value_scale, acc, top, total, form
+                )
             done += 1
 
 
@@ -764,7 +777,8 @@ def _warm(cta: _Cta, request_indices: cute.Tensor, form: cutlass.Constexpr) -> N
     ptx.barrier()
     for which in cutlass.range_constexpr(2):
         source = _source(_plane(cta, which, form), page, slot)
-        ptx.prefetch_l2(source, form.row_bytes, valid)
+        for line in cutlass.range_constexpr(form.row_bytes // 128):
+            ptx.prefetch_l2(source + Int64(128 * line), valid)
 
 
 class _Quad(NamedTuple):
@@ -799,6 +813,11 @@ def _quad(cta: _Cta, step: Int32, number: Int32 | int, form: Form) -> _Quad:
     odd = (t[0] & 3) | (t[1] ^ (t[0] + 1)) | (t[2] ^ (t[0] + 2)) | (t[3] ^ (t[0] + 3))
     whole = (odd == 0) & (t[0] >= 0) & (t[3] <= limit) & (left >= 4)
     return _Quad(row, t, whole, left, limit)
+
+
+def _quads_of(cta: _Cta, step: Int32) -> Int32:
+    """How many quads a thread has in a step: one of what is left after the others."""
+    return ptx.choose(step == (cta.rows + 1) >> 1, Int32(1), Int32(2 * QUADS))
 
 
 def _quads(cta: _Cta, step: Int32, form: Form) -> tuple[list[_Quad], Any]:
@@ -839,7 +858,7 @@ def _mark_blocks(cta: _Cta, form: cutlass.Constexpr) -> Int32:
             at = ptx.choose(quad.whole, (block >> 5) * 4, nowhere)
             ptx.or_shared(bitmap + at, ptx.choose(quad.whole, Int32(1) << (block & 31), Int32(0)))
         if broken:
-            for number in cutlass.range(2 * QUADS, unroll=1):
+            for number in cutlass.range(_quads_of(cta, step), unroll=1):
                 quad = _quad(cta, step, number, form)
                 for i in cutlass.range_constexpr(4):
                     block = quad.tokens[i] >> 2
@@ -914,7 +933,7 @@ def _fill_union(
             ptx.store_shared_if(at, quad.tokens[0] >> 2, mine)
             surplus = surplus + 4 * Int32(mine)
         if broken:
-            for number in cutlass.range(2 * QUADS, unroll=1):
+            for number in cutlass.range(_quads_of(cta, step), unroll=1):
                 quad = _quad(cta, step, number, form)
                 for i in cutlass.range_constexpr(4):
                     token = quad.tokens[i]
@@ -1203,6 +1222,7 @@ def _weigh(
     reduce = cta.smem + form.reduce_at + g * 16
     mine = reduce + cta.warp * 4
     minus = Float32(float("-inf"))
+    tops: list[Float32] = []
     for i in range(2 * form.m_tiles):
         m_tile, half = i // 2, i % 2
         scale = ptx.load_shared_float(scale_at, form.row_scales_at + (32 * i if form.f16 else 0))
@@ -1214,9 +1234,13 @@ def _weigh(
                 listed = (members[2 * j + e] & bits) != 0
                 scores[at] = ptx.choose_float(listed, scores[at] * scale, minus)
                 largest = ptx.maximum(largest, scores[at])
-        largest = ptx.maximum(largest, ptx.shuffle_xor_float(largest, 1))
-        largest = ptx.maximum(largest, ptx.shuffle_xor_float(largest, 2))
-        ptx.store_shared_float(mine, largest, 128 * i)
+        tops.append(largest)
+    # Side by side, so that a shuffle does not wait for the one before.
+    for mask in (1, 2):
+        others = [ptx.shuffle_xor_float(each, mask) for each in tops]
+        tops = [ptx.maximum(a, b) for a, b in zip(tops, others, strict=True)]
+    for i in range(2 * form.m_tiles):
+        ptx.store_shared_float(mine, tops[i], 128 * i)
     ptx.barrier()
     for i in range(2 * form.m_tiles):
         m_tile, half = i // 2, i % 2
@@ -1295,14 +1319,20 @@ def _value_fragments(
                 dims[4 * i : 4 * i + 2] = ptx.e4m3_pairs(ptx.permute(a2[i], b2[i], 0x5140))
                 dims[4 * i + 2 : 4 * i + 4] = ptx.e4m3_pairs(ptx.permute(a2[i], b2[i], 0x7362))
         else:
-            a4, b4 = (_decode_e2m1(ptx.load_shared(base, offset), form) for offset in at)
+            a4, b4 = (ptx.load_shared(base, offset) for offset in at)
             scale = _value_scale(cta, stage, 16 * step + 8 * high, phases[2 * high :], form)
-            order = list(range(8)) if form.native_e2m1 else [0, 2, 4, 6, 1, 3, 5, 7]
-            for i in range(4):
-                low = ptx.permute(a4[i], b4[i], 0x5410)
-                upper = ptx.permute(a4[i], b4[i], 0x7632)
-                dims[order[2 * i]] = ptx.multiply_f16(low, scale)
-                dims[order[2 * i + 1]] = ptx.multiply_f16(upper, scale)
+            if form.native_e2m1:
+                a8, b8 = _decode_e2m1(a4, form), _decode_e2m1(b4, form)
+                for i in range(4):
+                    dims[2 * i] = ptx.permute(a8[i], b8[i], 0x5410)
+                    dims[2 * i + 1] = ptx.permute(a8[i], b8[i], 0x7632)
+            else:
+                # Bytes of both tokens by turns decode to pairs of dims 0, 2, 1, 3 of four.
+                for i, turns in enumerate((0x5140, 0x7362)):
+                    pairs = _decode_e2m1(ptx.permute(a4, b4, turns), form)
+                    for j, dim in enumerate((0, 2, 1, 3)):
+                        dims[4 * i + dim] = pairs[j]
+            dims = [ptx.multiply_f16(pair, scale) for pair in dims]
         halves.append(dims)
     return list(zip(halves[0], halves[1], strict=True))
 
@@ -1355,9 +1385,9 @@ def _accumulate(
 # ----- results: divide, round, gate, round --------------------------------------------------------
 
 
-def _stage(cta: _Cta, value_scale: Float32, acc: Any, top: Any, total: Any, form: Form) -> None:
-    """Sums to shared memory where the ring was, a row after another; each row's maximum and total
-    beside them.
+def _stage(cta: _Cta, value_scale: Float32, acc: Any, total: Any, form: Form) -> None:
+    """Sums to shared memory where the ring was, a row after another; each row's total beside
+    them.
     """
     reduce = cta.smem + form.reduce_at
     ptx.barrier()
@@ -1367,7 +1397,6 @@ def _stage(cta: _Cta, value_scale: Float32, acc: Any, top: Any, total: Any, form
         value = value + ptx.shuffle_xor_float(value, 1)
         value = value + ptx.shuffle_xor_float(value, 2)
         ptx.store_shared_float(reduce + m * 16 + cta.warp * 4, value)
-        ptx.store_shared_float(cta.smem + form.window_at + m * 4, top[i])
         at = cta.smem + form.ring_at + m * STAGED_ROW
         at = at + (cta.warp * SLICE + (cta.lane & 3) * 16) * 4
         for e in range(2):
@@ -1396,14 +1425,24 @@ def _store_rows(
     form: cutlass.Constexpr,
 ) -> None:
     cta = _restore(cta, form)
-    for m in cutlass.range(cta.warp, cta.rows * cta.group, WARPS, unroll=1):
-        row = _row_of(cta, m)
-        if ((Int32(1) << row) & chosen) != 0:
-            values, total = _staged(cta, m, form)
+    dim = cta.lane * 8
+    for start in cutlass.range(cta.warp, cta.rows * cta.group, STORE_BATCH * WARPS, unroll=1):
+        places = []
+        gates = []
+        for u in cutlass.range_constexpr(STORE_BATCH):
+            m = start + u * WARPS
+            row = _row_of(cta, m)
             head = cta.kv_head * cta.group + (m - row * cta.group)
-            _finish(
-                out, output_gate, use_output_gate, cta.row0 + row, head, cta.lane * 8, values, total
-            )
+            there = (m < cta.rows * cta.group) & (((Int32(1) << row) & chosen) != 0)
+            source = _row_address(output_gate, cta.row0 + row, head, dim)
+            gates.append(ptx.load_global4_if(source, there & (use_output_gate != 0)))
+            places.append((m, cta.row0 + row, head, there))
+        for u in cutlass.range_constexpr(STORE_BATCH):
+            m, row, head, there = places[u]
+            if there:
+                values, total = _staged(cta, m, form)
+                target = _row_address(out, row, head, dim)
+                _finish(target, list(gates[u]), use_output_gate, values, total)
 
 
 def _row_address(tensor: cute.Tensor, row: Int32, head: Int32, dim: Int32) -> Int64:
@@ -1413,12 +1452,9 @@ def _row_address(tensor: cute.Tensor, row: Int32, head: Int32, dim: Int32) -> In
 
 @cute.jit
 def _finish(
-    out: cute.Tensor,
-    output_gate: cute.Tensor,
+    target: Int64,
+    gates: list[Int32],
     use_output_gate: Int32,
-    row: Int32,
-    head: Int32,
-    dim: Int32,
     sums: list[Float32],
     total: Float32,
 ) -> None:
@@ -1429,13 +1465,10 @@ def _finish(
     pairs = len(values) // 2
     words = [ptx.pack_bf16(values[2 * i], values[2 * i + 1]) for i in range(pairs)]
     if use_output_gate != 0:
-        source = _row_address(output_gate, row, head, dim)
-        gates = [ptx.load_global(source)] if pairs == 1 else list(ptx.load_global4(source))
         for i in cutlass.range_constexpr(pairs):
             pair = ptx.unpack_bf16(words[i])
             gate = ptx.unpack_bf16(gates[i])
             words[i] = ptx.pack_bf16(pair[0] * _sigmoid(gate[0]), pair[1] * _sigmoid(gate[1]))
-    target = _row_address(out, row, head, dim)
     if cutlass.const_expr(pairs == 1):
         ptx.store_global(target, words[0])
     else:
@@ -1454,20 +1487,42 @@ def _store_partial(
     tail: Int32,
     group_rows: Int32,
     chosen: Int32,
+    value_scale: Float32,
+    acc: Any,
+    top: Any,
+    total: Any,
     form: cutlass.Constexpr,
 ) -> None:
-    """Sums before division, with their maximum (in log2 units) and total, for the merge."""
+    """Sums before division, with their maximum (in log2 units) and total, for the merge. A lane has
+    16 neighbouring dims of each of its rows, so they go straight to memory.
+    """
     cta = _restore(cta, form)
-    first = Int64(tail) * Int64(group_rows * cta.group)
-    for m in cutlass.range(cta.warp, cta.rows * cta.group, WARPS, unroll=1):
+    reduce = cta.smem + form.reduce_at
+    ptx.barrier()
+    first = workspace.iterator.toint() + Int64(tail) * Int64(group_rows * cta.group) * PARTIAL_ROW
+    column = Int64((cta.warp * SLICE + (cta.lane & 3) * 16) * 4)
+    sums = [total[i] for i in range(2 * form.m_tiles)]
+    for mask in (1, 2):
+        others = [ptx.shuffle_xor_float(each, mask) for each in sums]
+        sums = [a + b for a, b in zip(sums, others, strict=True)]
+    for i in cutlass.range_constexpr(2 * form.m_tiles):
+        m = (cta.lane >> 2) + 8 * i
+        ptx.store_shared_float(reduce + m * 16 + cta.warp * 4, sums[i])
+        if (m < cta.rows * cta.group) & (((Int32(1) << _row_of(cta, m)) & chosen) != 0):
+            place = first + Int64(m) * PARTIAL_ROW + column
+            for part in cutlass.range_constexpr(4):
+                spots = [(i // 2) * 32 + 2 * (i % 2) + part // 2 + 4 * n for n in range(8)]
+                four = [acc[spot] * value_scale for spot in spots[4 * (part % 2) :][:4]]
+                ptx.store_global4_float(place + Int64(16 * part), four)
+            if (cta.warp == 0) & (cta.lane & 3 == 0):
+                ptx.store_global_float(first + Int64(m) * PARTIAL_ROW + HEAD_DIM * 4, top[i])
+    ptx.barrier()
+    m = cta.thread
+    if m < cta.rows * cta.group:
         if ((Int32(1) << _row_of(cta, m)) & chosen) != 0:
-            values, total = _staged(cta, m, form)
-            place = workspace.iterator.toint() + (first + Int64(m)) * PARTIAL_ROW
-            ptx.store_global4_float(place + Int64(cta.lane * 32), values[:4])
-            ptx.store_global4_float(place + Int64(cta.lane * 32 + 16), values[4:])
-            if cta.lane == 0:
-                top = ptx.load_shared_float(cta.smem + form.window_at + m * 4)
-                ptx.store_global2_float(place + HEAD_DIM * 4, top, total)
+            four = ptx.load_shared4_float(reduce + m * 16)
+            place = first + Int64(m) * PARTIAL_ROW + HEAD_DIM * 4 + 4
+            ptx.store_global_float(place, (four[0] + four[1]) + (four[2] + four[3]))
 
 
 @cute.kernel
@@ -1522,6 +1577,10 @@ def _merge(
         source = first + Int64((thread & 127) * 8)
         parts = cute.make_rmem_tensor((2 * MERGE_BATCH,), Float32)
         _load_partials(parts, source, step, half, splits)
+        head = (unit % kv_heads) * group + (m - row * group)
+        out_row = (verify // subgroups) * tokens + within
+        gate_at = _row_address(output_gate, out_row, head, (thread & 127) * 2)
+        gate = ptx.load_global_if(gate_at, (use_output_gate != 0) & (half == 0), 0)
         minus = Float32(float("-inf"))
         largest = ptx.maximum(tops[0], tops[1])
         for power in cutlass.range_constexpr(5):
@@ -1546,8 +1605,6 @@ def _merge(
                 for j in cutlass.range_constexpr(2):
                     acc[j] = acc[j] + weight * parts[2 * u + j]
             _load_partials(parts, source, step, start + 2 * MERGE_BATCH, splits)
-        head = (unit % kv_heads) * group + (m - row * group)
-        out_row = (verify // subgroups) * tokens + within
         spot = joint + (thread & 127) * 8
         if half == 1:
             ptx.store_shared_float(spot, acc[0])
@@ -1555,7 +1612,8 @@ def _merge(
         ptx.barrier()
         if half == 0:
             pair = [acc[j] + ptx.load_shared_float(spot + 4 * j) for j in range(2)]
-            _finish(out, output_gate, use_output_gate, out_row, head, thread * 2, pair, total)
+            target = _row_address(out, out_row, head, thread * 2)
+            _finish(target, [gate], use_output_gate, pair, total)
 
 
 def _load_partials(parts: Any, source: Int64, step: Int64, start: Int32, splits: Int32) -> None:

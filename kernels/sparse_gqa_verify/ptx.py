@@ -397,8 +397,8 @@ def store_global4_float(address: Int64, values: list[Float32]) -> None:
     _emit("memory", "", text, "lffff", [address, *values], True)
 
 
-def store_global2_float(address: Int64, a: Float32, b: Float32) -> None:
-    _emit("memory", "", "st.global.v2.f32 [$0], {$1, $2};", "lff", [address, a, b], True)
+def store_global_float(address: Int64, value: Float32) -> None:
+    _emit("memory", "", "st.global.f32 [$0], $1;", "lf", [address, value], True)
 
 
 # ----- asynchronous copies ------------------------------------------------------------------------
@@ -437,12 +437,9 @@ def copy4_if(target: Int32, source: Int64, condition: Boolean) -> None:
     _emit("memory", "", text, "rlr", [target, source, Int32(condition)], True)
 
 
-def prefetch_l2(source: Int64, size: int, condition: Boolean) -> None:
-    """Asks for ``size`` bytes, a multiple of 16, to be brought to the L2."""
-    text = (
-        "{ .reg .pred p; setp.ne.s32 p, $1, 0;"
-        f" @p cp.async.bulk.prefetch.L2.global [$0], {size}; }}"
-    )
+def prefetch_l2(source: Int64, condition: Boolean) -> None:
+    """Asks for the 128 bytes around an address to be brought to the L2."""
+    text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p prefetch.global.L2 [$0]; }"
     _emit("memory", "", text, "lr", [source, Int32(condition)], True)
 
 
