@@ -25,13 +25,15 @@ from specplan.plans.catalog import load as load_catalog
 POINTS = ((1, 1), (3, 2), (8, 8), (64, 4), (256, 8))
 
 
-def spread(pack: specplan.Pack, device: torch.device, quick: bool) -> int:
+def spread(
+    pack: specplan.Pack, device: torch.device, quick: bool, families: list[str] | None
+) -> int:
     """Every family and problem at a few sizes; ``quick`` takes two problems a family."""
     catalog = load_catalog()
     arch = pack.archs[0]
     count = 0
     for family, problems in catalog.problems.items():
-        if family not in pack.manifest(arch).objects:
+        if family not in pack.manifest(arch).objects or family not in (families or [family]):
             continue
         cases = import_module(f"specplan.kernels.{family}.cases")
         claimed = catalog.cells(arch, family)
@@ -144,6 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--packs", type=Path)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--family", action="append", help="only this family; repeatable")
     parser.add_argument("--unwritten", action="store_true")
     parser.add_argument("--control", action="store_true")
     parser.add_argument("--judge", choices=("clean", "control"))
@@ -153,7 +156,7 @@ def main() -> None:
     device = torch.device("cuda", 0)
     pack = specplan.load(options.packs, candidates=True)
     pack.prepare()
-    calls = 0 if options.control or options.unwritten else spread(pack, device, options.quick)
+    calls = 0 if options.control or options.unwritten else spread(pack, device, options.quick, options.family)
     calls += unwritten(pack, device, options.control)
     torch.cuda.synchronize()
     print(f"{calls} calls, every result as the reference gives it")
