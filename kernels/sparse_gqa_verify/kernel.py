@@ -26,16 +26,20 @@ use_valid_count       0 or 1
 use_query_positions   0 or 1
 use_output_gate       0 or 1
 v_interleaved         0 or 1              [n] ``VScaleOrder``
+requests, q_heads,    the plan's sizes    N = requests x tokens, Hq, Hk, T and W
+kv_heads, page_size,
+width
+words                 the plan's words    ``plans.sparse_gqa_verify.workspace_words``
 tokens, group_rows,   the plan's launch   ``plans/sparse_gqa_verify.py``
-splits, whole_units                       more tokens than rows: no work, nothing is launched
+splits, whole_units                       splits 0: a call that checks, and launches nothing
 ====================  ==================  ========================================================
 
-**A wrapper still checks** that N is a multiple of ``tokens`` (the plan's requests x tokens); that
-Hq is a multiple of Hk and matches the plan's ``m_tiles``: ``ceil(group_rows * Hq / Hk / 16)``; that
-the workspace holds
-``plans.sparse_gqa_verify.workspace_words``; that T is at most 65535 and a multiple of 4, and equal
-for scales and data; that an interleaved V scale plane has token stride 16; that ``out`` overlaps no
-input; and that W times ``splits`` is below 2^31.
+The host side raises RuntimeError and launches nothing unless the tensors have the plan's sizes, the
+workspace has its words, ``softmax_scale`` is finite and above 0, an interleaved V scale plane has
+token stride 16, ``out`` and a used workspace overlap no other argument, and the rows of ``out``
+share no memory. **The planning rule sees to it** that Hq is a multiple of Hk and fits the plan's
+``m_tiles``: ``ceil(group_rows * Hq / Hk / 16)``; that T is a multiple of 4; and that W times
+``splits`` is below 2^31.
 
 **Work.** A CTA takes one K/V head of a group of rows, or a split of it. It fills a *window* with
 what the rows attend, then walks it in tiles of 64 tokens: 128 threads, two CTAs an SM. In a group
@@ -65,8 +69,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Numeric, Uint8, cute
-from specplan.kernels import fakes
+from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64, Numeric, Uint8, cute
+from specplan.kernels import fakes, ranges
 from specplan.kernels.sparse_gqa_verify import ptx
 from specplan.plans.plan import Plan
 from specplan.plans.sparse_gqa_verify import (
@@ -1518,11 +1522,10 @@ def _store_partial(
                 ptx.store_global_float(first + Int64(m) * PARTIAL_ROW + HEAD_DIM * 4, top[i])
     ptx.barrier()
     m = cta.thread
-    if m < cta.rows * cta.group:
-        if ((Int32(1) << _row_of(cta, m)) & chosen) != 0:
-            four = ptx.load_shared4_float(reduce + m * 16)
-            place = first + Int64(m) * PARTIAL_ROW + HEAD_DIM * 4 + 4
-            ptx.store_global_float(place, (four[0] + four[1]) + (four[2] + four[3]))
+    if (m < cta.rows * cta.group) & (((Int32(1) << _row_of(cta, m)) & chosen) != 0):
+        four = ptx.load_shared4_float(reduce + m * 16)
+        place = first + Int64(m) * PARTIAL_ROW + HEAD_DIM * 4 + 4
+        ptx.store_global_float(place, (four[0] + four[1]) + (four[2] + four[3]))
 
 
 @cute.kernel
@@ -1666,11 +1669,11 @@ def lower(plan: Plan) -> tuple[Callable[..., None], tuple[Any, ...]]:
         loose((rows,)),
         strided(BFloat16, (rows, heads, HEAD_DIM), 8),
         strided(BFloat16, (rows, heads, HEAD_DIM), 8),
-        fakes.tensor(Float32, (fakes.extent(),), (1,), align=16),
+        fakes.tensor(Float32, (fakes.extent32(),), (1,), align=16),
         Float32(1.0),
         *[Int32(0)] * 3,
     )
-    launch = [Int32(1)] * 4
+    launch = [Int32(1)] * 10
     stream = fakes.stream()
 
     if form.dtype == "bf16":
@@ -1692,17 +1695,34 @@ def lower(plan: Plan) -> tuple[Callable[..., None], tuple[Any, ...]]:
             use_valid_count: Int32,
             use_query_positions: Int32,
             use_output_gate: Int32,
+            requests: Int32,
+            q_heads: Int32,
+            kv_heads: Int32,
+            page_size: Int32,
+            width: Int32,
+            words: Int32,
             tokens: Int32,
             group_rows: Int32,
             splits: Int32,
             whole_units: Int32,
             stream: Any,
         ) -> None:
+            ranges.refuse_unless(
+                *_as_planned(
+                    q, k_cache, selected_tokens, softmax_scale, requests, q_heads, kv_heads,
+                    page_size, width, tokens,
+                ),
+                *_apart(
+                    out, workspace, words,
+                    (q, k_cache, v_cache, block_table, selected_tokens, request_indices,
+                     valid_count, query_positions, output_gate),
+                ),
+            )  # fmt: skip
             _launch(
                 q, k_cache, v_cache, k_cache, v_cache, workspace, workspace, block_table,
                 selected_tokens, request_indices, valid_count, query_positions, output_gate, out,
                 workspace, softmax_scale, use_valid_count, use_query_positions, use_output_gate,
-                Int32(0), tokens, group_rows, splits, whole_units, stream, form,
+                Int32(0), requests, tokens, group_rows, splits, whole_units, stream, form,
             )  # fmt: skip
 
         return sparse_gqa_verify, (query, *cache, *common, *launch, stream)
@@ -1728,17 +1748,34 @@ def lower(plan: Plan) -> tuple[Callable[..., None], tuple[Any, ...]]:
             use_valid_count: Int32,
             use_query_positions: Int32,
             use_output_gate: Int32,
+            requests: Int32,
+            q_heads: Int32,
+            kv_heads: Int32,
+            page_size: Int32,
+            width: Int32,
+            words: Int32,
             tokens: Int32,
             group_rows: Int32,
             splits: Int32,
             whole_units: Int32,
             stream: Any,
         ) -> None:
+            ranges.refuse_unless(
+                *_as_planned(
+                    q, k_cache, selected_tokens, softmax_scale, requests, q_heads, kv_heads,
+                    page_size, width, tokens,
+                ),
+                *_apart(
+                    out, workspace, words,
+                    (q, k_cache, v_cache, k_scale, v_scale, block_table, selected_tokens,
+                     request_indices, valid_count, query_positions, output_gate),
+                ),
+            )  # fmt: skip
             _launch(
                 q, k_cache, v_cache, k_cache, v_cache, k_scale, v_scale, block_table,
                 selected_tokens, request_indices, valid_count, query_positions, output_gate, out,
                 workspace, softmax_scale, use_valid_count, use_query_positions, use_output_gate,
-                Int32(0), tokens, group_rows, splits, whole_units, stream, form,
+                Int32(0), requests, tokens, group_rows, splits, whole_units, stream, form,
             )  # fmt: skip
 
         return sparse_gqa_verify, (query, *cache, *scalars, *common, *launch, stream)
@@ -1765,21 +1802,104 @@ def lower(plan: Plan) -> tuple[Callable[..., None], tuple[Any, ...]]:
         use_query_positions: Int32,
         use_output_gate: Int32,
         v_interleaved: Int32,
+        requests: Int32,
+        q_heads: Int32,
+        kv_heads: Int32,
+        page_size: Int32,
+        width: Int32,
+        words: Int32,
         tokens: Int32,
         group_rows: Int32,
         splits: Int32,
         whole_units: Int32,
         stream: Any,
     ) -> None:
+        ranges.refuse_unless(
+            *_as_planned(
+                q, k_cache, selected_tokens, softmax_scale, requests, q_heads, kv_heads,
+                page_size, width, tokens,
+            ),
+            (v_interleaved == 0) | (v_block_scales.stride[2] == HEAD_DIM // 16),
+            *_apart(
+                out, workspace, words,
+                (q, k_cache, v_cache, k_block_scales, v_block_scales, k_scale, v_scale, block_table,
+                 selected_tokens, request_indices, valid_count, query_positions, output_gate),
+            ),
+        )  # fmt: skip
         _launch(
             q, k_cache, v_cache, k_block_scales, v_block_scales, k_scale, v_scale, block_table,
             selected_tokens, request_indices, valid_count, query_positions, output_gate, out,
             workspace, softmax_scale, use_valid_count, use_query_positions, use_output_gate,
-            v_interleaved, tokens, group_rows, splits, whole_units, stream, form,
+            v_interleaved, requests, tokens, group_rows, splits, whole_units, stream, form,
         )  # fmt: skip
 
     arguments = (query, *cache, *blocks, *scalars, *common, Int32(0), *launch, stream)
     return sparse_gqa_verify, arguments
+
+
+def _as_planned(
+    q: cute.Tensor,
+    k_cache: cute.Tensor,
+    selected_tokens: cute.Tensor,
+    softmax_scale: Float32,
+    requests: Int32,
+    q_heads: Int32,
+    kv_heads: Int32,
+    page_size: Int32,
+    width: Int32,
+    tokens: Int32,
+) -> tuple[Any, ...]:
+    """That a call has the extents that its plan was picked for."""
+    return (
+        tokens >= 1,
+        Int64(requests) * tokens == q.shape[0],
+        q.shape[1] == q_heads,
+        k_cache.shape[1] == kv_heads,
+        k_cache.shape[2] == page_size,
+        selected_tokens.shape[1] == width,
+        softmax_scale > 0.0,
+        softmax_scale < float("inf"),
+    )
+
+
+def _apart(
+    out: cute.Tensor, workspace: cute.Tensor, words: Int32, inputs: tuple[cute.Tensor, ...]
+) -> tuple[Any, ...]:
+    """That the workspace holds the words of the call, that what is written overlaps nothing else,
+    and that the rows of ``out`` share no memory.
+    """
+    rows, heads = Int64(out.shape[0]), Int64(out.shape[1])
+    row, head = Int64(out.stride[0]), Int64(out.stride[1])
+    one_head = (heads == 1) | (head >= HEAD_DIM)
+    nested = (row >= head * heads) & one_head
+    crossed = (head >= row * rows) & (row >= HEAD_DIM)
+    lone = (rows == 1) & one_head
+    headless = (heads == 1) & (row >= HEAD_DIM)
+    spans = [_span(each) for each in inputs]
+    written, space = _span(out), _span(workspace)
+    unused = words == 0
+    return (
+        workspace.shape[0] >= words,
+        nested | crossed | lone | headless,
+        *[_disjoint(written, span) for span in spans],
+        *[unused | _disjoint(space, span) for span in (written, *spans)],
+    )
+
+
+def _span(tensor: cute.Tensor) -> tuple[Int64, Int64]:
+    """First byte and the one after the last of a tensor; the same if it is empty."""
+    first = tensor.iterator.toint()
+    last = Int64(0)
+    filled = Boolean(True)
+    for extent, stride in zip(tensor.shape, tensor.stride, strict=True):
+        last = last + (Int64(extent) - 1) * Int64(stride)
+        filled = filled & (Int64(extent) > 0)
+    size = (last + 1) * (tensor.element_type.width // 8)
+    return first, first + size * Int64(filled)
+
+
+def _disjoint(a: tuple[Int64, Int64], b: tuple[Int64, Int64]) -> Any:
+    return (a[0] >= b[1]) | (b[0] >= a[1])
 
 
 @cute.jit
@@ -1804,6 +1924,7 @@ def _launch(
     use_query_positions: Int32,
     use_output_gate: Int32,
     v_interleaved: Int32,
+    requests: Int32,
     tokens: Int32,
     group_rows: Int32,
     splits: Int32,
@@ -1813,10 +1934,10 @@ def _launch(
 ) -> None:
     kv_heads = Int32(k_cache.shape[1])
     subgroups = (tokens + group_rows - 1) // group_rows
-    units = (Int32(q.shape[0]) // tokens) * subgroups * kv_heads
+    units = requests * subgroups * kv_heads
     tail = units - whole_units
-    # No units: a launch of no work, which checks its arguments. CUDA refuses an empty grid.
-    if units > 0:
+    # No splits: a call that checks its arguments and launches nothing.
+    if splits > 0:
         _attend(
             q, k_cache, v_cache, k_block_scales, v_block_scales, k_scale, v_scale, block_table,
             selected_tokens, request_indices, valid_count, query_positions, output_gate, out,
