@@ -68,7 +68,7 @@ class SparseGqaVerify(Op):
         super().__init__(pack)
         # What a call's extents come to: the compiled function, its last integers, and what to pass
         # where no workspace is given. ``_picked`` has the same by what the hot path reads.
-        self._admitted: dict[tuple[Any, ...], tuple[Any, tuple[int, ...], torch.Tensor | None]] = {}
+        self._admitted: dict[tuple[Any, ...], tuple[Any, tuple[int, ...], Any]] = {}
         self._empty: dict[int, torch.Tensor] = {}
 
     def __call__(
@@ -438,8 +438,7 @@ class SparseGqaVerify(Op):
             if given < words:
                 detail = f"the workspace has {given} words, the call needs {words}"
                 return self._declined(Reason.RANGE, detail, device)
-            if workspace is None:
-                workspace = nothing
+            space: torch.Tensor = nothing if workspace is None else workspace
             tensors = (
                 q,
                 k_cache,
@@ -452,13 +451,13 @@ class SparseGqaVerify(Op):
                 request_indices if query_positions is None else query_positions,
                 q if output_gate is None else output_gate,
                 out,
-                workspace,
+                space,
             )
             # What is no tensor is for the compiled module to refuse.
             inputs = tuple(t for t in tensors[:-2] if isinstance(t, torch.Tensor))
-            if _overlaps(out, inputs) or (words and _overlaps(out, (workspace,))):
+            if _overlaps(out, inputs) or (words and _overlaps(out, (space,))):
                 wrong = "out overlaps the memory of another argument"
-            elif words and _overlaps(workspace, inputs):
+            elif words and _overlaps(space, inputs):
                 wrong = "the workspace overlaps the memory of another argument"
             elif _folded(out):
                 wrong = f"rows of out share memory, its strides are {out.stride()}"
