@@ -90,6 +90,11 @@ def _useful_splits(width: int, most: int) -> int:
     return -(-width // (TILE * _tiles(width, most)))
 
 
+def resident(m_tiles: int) -> int:
+    """CTAs of a plan that fit an SM at a time."""
+    return RESIDENT if m_tiles == 1 else 1
+
+
 def groups(requests: int, tokens: int, group_rows: int) -> int:
     return requests * -(-tokens // group_rows)
 

@@ -382,8 +382,8 @@ def hardened(inputs: Inputs) -> Inputs:
         lists[rows // 2] = -1
     if rows > 4:
         owner[rows - 1] = table.shape[0]
-        table[-1, 3] = -1
-        table[0, 2] = inputs.k_cache.shape[0]
+        table[-1, min(3, table.shape[1] - 1)] = -1
+        table[0, min(2, table.shape[1] - 1)] = inputs.k_cache.shape[0]
         first, second = rows // 4, 3 * rows // 4
         swap = torch.tensor([second, first], device=owner.device)
         owner[[first, second]] = owner[swap]

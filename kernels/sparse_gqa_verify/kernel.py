@@ -77,30 +77,17 @@ from specplan.plans.sparse_gqa_verify import (
     GROUP_ROWS,
     HEAD_DIM,
     MAX_SPLITS,
-    RESIDENT,
     UNION_LIST,
     UNION_TOKENS,
+    resident,
 )
 
-WARPS = 4
-THREADS = 32 * WARPS
-#: Tokens of a tile: a warp scores 16 of them, and takes a quarter of the head dimension of all of
-#: them.
-TILE = 16 * WARPS
-#: Entries of a window, so many for each thread.
-PER_WINDOW = 9
-WINDOW = PER_WINDOW * THREADS
 #: Entries of a lone row that a thread looks up before anything else is known.
 EARLY = 4
-#: A thread takes this many runs of four entries of a list: the first of all threads' runs, and one
-#: more turn, in which a lane takes one of what is left and a warp a row, does the rest.
-QUADS = UNION_LIST // 4 // THREADS
-assert UNION_LIST == 4 * (QUADS * THREADS + 32)
 #: Turns of the look-up of a union's pages where a split leaves few entries.
 FEW = 3
 #: Words of the block bitmap: one bit for every four tokens.
 BITMAP_WORDS = UNION_TOKENS // 4 // 32
-SLICE = HEAD_DIM // WARPS
 #: Bytes of a row of staged and of partial results: fp32 sums, then four words, of which partial
 #: rows use two.
 STAGED_ROW = HEAD_DIM * 4 + 16
@@ -136,6 +123,53 @@ class Form:
         return {"bf16": 1, "fp8_e4m3": 2, "nvfp4": 3}[self.dtype]
 
     @property
+    def warps(self) -> int:
+        """Lone rows are many small CTAs, two an SM; groups are one CTA an SM, or two of half the
+        warps would share it.
+        """
+        return 4 if self.m_tiles == 1 else 8
+
+    @property
+    def resident(self) -> int:
+        return resident(self.m_tiles)
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def tile(self) -> int:
+        """Tokens of a tile: a warp scores 16 of them, and takes its slice of the head dimension of
+        all of them.
+        """
+        return 16 * self.warps
+
+    @property
+    def slice(self) -> int:
+        return HEAD_DIM // self.warps
+
+    @property
+    def sums(self) -> int:
+        """fp32 sums that a thread keeps."""
+        return self.m_tiles * self.slice // 2
+
+    @property
+    def per_window(self) -> int:
+        """Entries of a window for each thread."""
+        return 9 if self.warps == 4 else 5
+
+    @property
+    def window(self) -> int:
+        return self.per_window * self.threads
+
+    @property
+    def quads(self) -> int:
+        """Runs of four entries that a thread takes of a list; a lane and row takes one of the
+        rest.
+        """
+        return UNION_LIST // 4 // self.threads
+
+    @property
     def f16(self) -> bool:
         return self.dtype != "bf16"
 
@@ -157,15 +191,15 @@ class Form:
 
     @property
     def window_at(self) -> int:
-        return self.p_at + self.m_tiles * TILE * 32
+        return self.p_at + self.m_tiles * self.tile * 32
 
     @property
     def reduce_at(self) -> int:
-        return self.window_at + WINDOW * 8
+        return self.window_at + self.window * 8
 
     @property
     def misc_at(self) -> int:
-        return self.reduce_at + WARPS * self.m_rows * 4
+        return self.reduce_at + self.warps * self.m_rows * 4
 
     @property
     def planes_at(self) -> int:
@@ -185,19 +219,19 @@ class Form:
 
     @property
     def v_at(self) -> int:
-        return self.ring_at + self.stages * TILE * self.row_bytes
+        return self.ring_at + self.stages * self.tile * self.row_bytes
 
     @property
     def k_scales_at(self) -> int:
-        return self.v_at + self.stages * TILE * self.row_bytes
+        return self.v_at + self.stages * self.tile * self.row_bytes
 
     @property
     def v_scales_at(self) -> int:
-        return self.k_scales_at + (self.stages * TILE * 16 if self.dtype == "nvfp4" else 0)
+        return self.k_scales_at + (self.stages * self.tile * 16 if self.dtype == "nvfp4" else 0)
 
     @property
     def smem_bytes(self) -> int:
-        scales = self.stages * WARPS * TILE * 16 if self.dtype == "nvfp4" else 0
+        scales = self.stages * self.warps * self.tile * 16 if self.dtype == "nvfp4" else 0
         lists = self.lists_at + GROUP_ROWS * UNION_LIST * 4
         return max(self.v_scales_at + scales, lists, self.ring_at + self.m_rows * STAGED_ROW)
 
@@ -386,7 +420,7 @@ def _attend(
         source = _list_address(cta, Int32(0))
         entry = Int64(selected_tokens.stride[1]) * 4
         for u in cutlass.range_constexpr(EARLY):
-            place = first + u * THREADS + thread
+            place = first + u * form.threads + thread
             ahead[u] = ptx.load_global_if(source + Int64(place) * entry, place < last, -1)
     elif width <= UNION_LIST:
         _stage_lists(cta, form)
@@ -395,8 +429,8 @@ def _attend(
     words = _fetch_queries(cta, q, form)
     if (count == 1) & (use_output_gate != 0):
         # The gates are needed last and read at once.
-        for turn in cutlass.range_constexpr(-(-form.m_rows * 4 // THREADS)):
-            line = turn * THREADS + thread
+        for turn in cutlass.range_constexpr(-(-form.m_rows * 4 // form.threads)):
+            line = turn * form.threads + thread
             m = line >> 2
             head = kv_head * group + (m - _row_of(cta, m) * group)
             source = _row_address(output_gate, row0 + _row_of(cta, m), head, 64 * (line & 3))
@@ -414,7 +448,7 @@ def _attend(
         for u in cutlass.range_constexpr(EARLY):
             page, slot, valid = found[u]
             ptx.store_shared2(
-                smem + form.window_at + (u * THREADS + thread) * 8,
+                smem + form.window_at + (u * form.threads + thread) * 8,
                 ptx.choose(valid, page, Int32(0)),
                 ptx.choose(valid, (slot << 16) | 1, Int32(0)),
             )
@@ -460,14 +494,14 @@ def _attend(
         bit = ptx.choose(m < rows * group, Int32(1) << _row_of(cta, m), Int32(0))
         row_bits = row_bits | (bit << (4 * i))
 
-    acc = cute.make_rmem_tensor((32 * form.m_tiles,), Float32)
+    acc = cute.make_rmem_tensor((form.sums,), Float32)
     top = cute.make_rmem_tensor((2 * form.m_tiles,), Float32)
     total = cute.make_rmem_tensor((2 * form.m_tiles,), Float32)
     mode = ptx.choose(unite, Int32(UNION), Int32(DIRECT))
     passes = ptx.choose(unite, Int32(1), rows)
     done = Int32(0)
     while done < passes:
-        for i in cutlass.range_constexpr(32 * form.m_tiles):
+        for i in cutlass.range_constexpr(form.sums):
             acc[i] = Float32(0.0)
         for i in cutlass.range_constexpr(2 * form.m_tiles):
             top[i] = Float32(float("-inf"))
@@ -486,7 +520,7 @@ def _attend(
             # A union feeds every row's V to the MMAs of all rows with weight 0. Where such a V is
             # not finite, or where a list repeats a token, each row is done again alone.
             odd = Float32(0.0)
-            for i in cutlass.range_constexpr(32 * form.m_tiles):
+            for i in cutlass.range_constexpr(form.sums):
                 odd = odd + acc[i] * Float32(0.0)
             failed = ptx.any_thread((odd != odd) | (failed != 0))
         if failed != 0:
@@ -510,17 +544,18 @@ def _attend(
 
 
 def _first_dim(form: Form, warp: Int32, quad: Int32, pair: int) -> Int32:
-    """First of the eight dims that lane ``quad`` of a quad feeds to MMA steps 2 p and 2 p + 1, p =
-    2 warp + pair.
+    """First of the eight dims that lane ``quad`` of a quad feeds to MMA steps 2 p and 2 p + 1,
+    where p = pairs a warp x warp + pair.
 
     A step contracts 16 dims in any order, if K and Q agree. This order makes what a lane needs of a
     K row 16 contiguous bytes in every format.
     """
+    p = warp * (8 // form.warps) + pair
     if form.dtype == "bf16":
-        return (warp * 2 + pair) * 32 + 8 * quad
+        return p * 32 + 8 * quad
     if form.dtype == "fp8_e4m3":
-        return warp * 64 + pair * 8 + 16 * quad
-    return (warp >> 1) * 128 + (warp & 1) * 16 + pair * 8 + 32 * quad
+        return (p >> 1) * 64 + (p & 1) * 8 + 16 * quad
+    return (p >> 2) * 128 + ((p >> 1) & 1) * 16 + (p & 1) * 8 + 32 * quad
 
 
 def _row_of(cta: _Cta, m: Int32) -> Int32:
@@ -529,21 +564,29 @@ def _row_of(cta: _Cta, m: Int32) -> Int32:
 
 
 def _fetch_queries(cta: _Cta, q: cute.Tensor, form: Form) -> Any:
-    """What this lane's fragments of steps 4 warp .. 4 warp + 3 hold: twice eight dims of each of
-    its rows.
+    """What this lane's fragments of its warp's steps hold: eight dims of each of its rows for
+    every two steps.
     """
-    words = cute.make_rmem_tensor((form.m_tiles * 16,), Int32)
+    pairs = 8 // form.warps
+    words = cute.make_rmem_tensor((form.m_tiles * 8 * pairs,), Int32)
     for i in range(2 * form.m_tiles):
         m = (cta.lane >> 2) + 8 * i
         row = _row_of(cta, m)
         q_head = cta.kv_head * cta.group + (m - row * cta.group)
-        for pair in range(2):
+        for pair in range(pairs):
             dim = _first_dim(form, cta.warp, cta.lane & 3, pair)
             address = _row_address(q, cta.row0 + row, q_head, dim)
             four = ptx.load_global4_if(address, m < cta.rows * cta.group)
             for j in range(4):
-                words[8 * i + 4 * pair + j] = four[j]
+                words[4 * (pairs * i + pair) + j] = four[j]
     return words
+
+
+def _maxima(cta: _Cta, form: Form) -> Int32:
+    """Where each warp's part of something about this lane's first row stands; the next is eight
+    rows of ``warps`` words on.
+    """
+    return cta.smem + form.reduce_at + (cta.lane >> 2) * 4 * form.warps
 
 
 @cute.jit
@@ -556,22 +599,26 @@ def _place_queries(
     """Q to fragments in shared memory. In fp16 each row is scaled by a power of two, which is
     exact.
     """
+    pairs = 8 // form.warps
     if cutlass.const_expr(form.f16):
-        reduce = cta.smem + form.reduce_at
-        mine = reduce + (cta.lane >> 2) * 16 + cta.warp * 4
+        mine = _maxima(cta, form) + cta.warp * 4
         for i in cutlass.range_constexpr(2 * form.m_tiles):
             largest = Int32(0)
-            for j in cutlass.range_constexpr(8):
-                word = words[i * 8 + j]
+            for j in cutlass.range_constexpr(4 * pairs):
+                word = words[i * 4 * pairs + j]
                 largest = cutlass.max(largest, word & 0x7FFF)
                 largest = cutlass.max(largest, ptx.shift_right(word, 16) & 0x7FFF)
             largest = cutlass.max(largest, ptx.shuffle_xor(largest, 1))
             largest = cutlass.max(largest, ptx.shuffle_xor(largest, 2))
-            ptx.store_shared(mine, largest, 128 * i)
+            ptx.store_shared(mine, largest, 32 * form.warps * i)
         ptx.barrier()
         for i in cutlass.range_constexpr(2 * form.m_tiles):
-            four = ptx.load_shared4(reduce + (cta.lane >> 2) * 16, 128 * i)
-            largest = cutlass.max(cutlass.max(four[0], four[1]), cutlass.max(four[2], four[3]))
+            largest = Int32(0)
+            for part in cutlass.range_constexpr(form.warps // 4):
+                at = _maxima(cta, form)
+                four = ptx.load_shared4(at, 32 * form.warps * i + 16 * part)
+                both = cutlass.max(cutlass.max(four[0], four[1]), cutlass.max(four[2], four[3]))
+                largest = cutlass.max(largest, both)
             # The largest magnitude moves to [16, 32). Rows with Inf or NaN stay as they are.
             exponent = cutlass.max(largest >> 7, 8)
             exponent = ptx.choose(largest >= 0x7F80, Int32(131), exponent)
@@ -580,17 +627,18 @@ def _place_queries(
             row_scale = cta.smem + form.row_scales_at + ((cta.lane >> 2) + 8 * i) * 4
             if cta.warp == 0:
                 ptx.store_shared_float(row_scale, score_scale * inverse)
-            for j in cutlass.range_constexpr(8):
-                low, high = ptx.unpack_bf16(words[i * 8 + j])
-                words[i * 8 + j] = ptx.pack_f16(low * factor, high * factor)
+            for j in cutlass.range_constexpr(4 * pairs):
+                at_word = i * 4 * pairs + j
+                low, high = ptx.unpack_bf16(words[at_word])
+                words[at_word] = ptx.pack_f16(low * factor, high * factor)
     elif cta.thread == 0:
         ptx.store_shared_float(cta.smem + form.row_scales_at, score_scale)
 
-    base = cta.smem + cta.warp * (4 * 512) + cta.lane * 16
+    base = cta.smem + cta.warp * (2 * pairs * 512) + cta.lane * 16
     for tile in cutlass.range_constexpr(form.m_tiles):
-        for pair in cutlass.range_constexpr(2):
-            upper = [words[16 * tile + 4 * pair + i] for i in range(4)]
-            lower = [words[16 * tile + 8 + 4 * pair + i] for i in range(4)]
+        for pair in cutlass.range_constexpr(pairs):
+            upper = [words[4 * (2 * tile * pairs + pair) + i] for i in range(4)]
+            lower = [words[4 * ((2 * tile + 1) * pairs + pair) + i] for i in range(4)]
             if cutlass.const_expr(form.dtype == "nvfp4" and not form.native_e2m1):
                 upper, lower = _evens_first(upper), _evens_first(lower)
             for step in cutlass.range_constexpr(2):
@@ -643,27 +691,27 @@ def _fill(
     if mode == DIRECT:
         listed = ptx.load_shared(cta.smem + form.misc_at + row * 16 + 4)
         first, last = _share(cta, listed)
-        first = first + window * WINDOW
-        entries = cutlass.min(last - first, WINDOW)
-        left = Int32(last - first > WINDOW)
+        first = first + window * form.window
+        entries = cutlass.min(last - first, form.window)
+        left = Int32(last - first > form.window)
     else:
         if (window > 0) | (mode == FILTERED):
             _stage_lists(cta, form)
         blocks = _mark_blocks(cta, form)
         low, high = _share(cta, blocks)
         if mode == UNION:
-            low = low + window * WINDOW
-            entries = cutlass.min(high - low, WINDOW)
-            left = Int32(high - low > WINDOW)
+            low = low + window * form.window
+            entries = cutlass.min(high - low, form.window)
+            left = Int32(high - low > form.window)
             repeated = _fill_union(cta, low, entries, form)
         else:
             listed = ptx.load_shared(cta.smem + form.misc_at + row * 16 + 4)
-            first = window * WINDOW
-            entries = cutlass.min(listed - first, WINDOW)
-            left = Int32(listed - first > WINDOW)
+            first = window * form.window
+            entries = cutlass.min(listed - first, form.window)
+            left = Int32(listed - first > form.window)
     if mode != UNION:
         # The first entries of a lone row are there already.
-        begin = ptx.choose(early & (window == 0), Int32(EARLY * THREADS), Int32(0))
+        begin = ptx.choose(early & (window == 0), Int32(EARLY * form.threads), Int32(0))
         _fill_listed(cta, row, first, entries, begin, mode == FILTERED, low, high, form)
         ptx.barrier()
     return entries, left, repeated
@@ -719,9 +767,9 @@ def _fill_listed(
     limit = ptx.load_shared(info + 8)
     source = _list_address(cta, row)
     entry = Int64(cta.lists.stride[1]) * 4
-    padded = (entries + TILE - 1) // TILE * TILE
+    padded = (entries + form.tile - 1) // form.tile * form.tile
     if begin < padded:
-        places = [begin + u * THREADS + cta.thread for u in range(PER_WINDOW)]
+        places = [begin + u * form.threads + cta.thread for u in range(form.per_window)]
         tokens = [
             ptx.load_global_if(source + Int64(first + i) * entry, i < entries, -1) for i in places
         ]
@@ -732,13 +780,13 @@ def _fill_listed(
             rank = _rank(cta, ptx.choose(within, token >> 2, Int32(0)), form)
             exists = exists & (~filtered | (within & (rank >= low) & (rank < high)))
             found.append(_page_of(cta, owner, token, exists))
-        for u in cutlass.range_constexpr(PER_WINDOW):
+        for u in cutlass.range_constexpr(form.per_window):
             page, slot, valid = found[u]
             ptx.store_shared2_if(
                 cta.smem + form.window_at + places[u] * 8,
                 ptx.choose(valid, page, Int32(0)),
                 ptx.choose(valid, (slot << 16) | (Int32(1) << row), Int32(0)),
-                places[u] < WINDOW,
+                places[u] < form.window,
             )
 
 
@@ -755,8 +803,10 @@ def _stage_lists(cta: _Cta, form: cutlass.Constexpr) -> None:
     """Starts copying the rows' lists to shared memory."""
     for row in cutlass.range(cta.rows, unroll=1):
         source = _list_address(cta, row)
-        for turn in cutlass.range(UNION_LIST // THREADS, unroll=UNION_LIST // THREADS):
-            place = turn * THREADS + cta.thread
+        for turn in cutlass.range(
+            -(-UNION_LIST // form.threads), unroll=-(-UNION_LIST // form.threads)
+        ):
+            place = turn * form.threads + cta.thread
             inside = place < Int32(cta.lists.shape[1])
             entry = Int64(place) * Int64(cta.lists.stride[1]) * 4
             target = cta.smem + form.lists_at + (row * UNION_LIST + place) * 4
@@ -804,29 +854,36 @@ class _Quad(NamedTuple):
 
 
 def _quad(cta: _Cta, step: Int32, number: Int32 | int, form: Form) -> _Quad:
-    """Quad ``number`` of those that a thread takes in a step: two rows, or the rest of all rows."""
+    """Quad ``number`` of the eight that a thread takes in a step: of some rows, or, in the last
+    step, the first alone, of what is left of all rows.
+    """
     number = Int32(number)
-    late = step == (cta.rows + 1) >> 1
-    row = ptx.choose(late, cta.warp, 2 * step + number // QUADS)
-    turn = number % QUADS
-    quad = ptx.choose(late, QUADS * THREADS + cta.lane, turn * THREADS + cta.thread)
+    late = step == _steps(cta, form) - 1
+    row = ptx.choose(late, cta.warp & 3, step * (8 // form.quads) + number // form.quads)
+    turn = number % form.quads
+    quad = ptx.choose(late, form.quads * form.threads + cta.lane, turn * form.threads + cta.thread)
     _, listed, limit, _ = ptx.load_shared4(cta.smem + row * 16, form.misc_at)
     limit = cutlass.min(limit, UNION_TOKENS - 1)
-    left = ptx.choose(late & (number > 0), Int32(0), listed - 4 * quad)
+    left = ptx.choose(late & ((number > 0) | (cta.warp > 3)), Int32(0), listed - 4 * quad)
     t = ptx.load_shared4(cta.smem + (row * UNION_LIST + 4 * quad) * 4, form.lists_at)
     odd = (t[0] & 3) | (t[1] ^ (t[0] + 1)) | (t[2] ^ (t[0] + 2)) | (t[3] ^ (t[0] + 3))
     whole = (odd == 0) & (t[0] >= 0) & (t[3] <= limit) & (left >= 4)
     return _Quad(row, t, whole, left, limit)
 
 
-def _quads_of(cta: _Cta, step: Int32) -> Int32:
-    """How many quads a thread has in a step: one of what is left after the others."""
-    return ptx.choose(step == (cta.rows + 1) >> 1, Int32(1), Int32(2 * QUADS))
+def _steps(cta: _Cta, form: Form) -> Int32:
+    rows = 8 // form.quads
+    return (cta.rows + rows - 1) // rows + 1
+
+
+def _quads_of(cta: _Cta, step: Int32, form: Form) -> Int32:
+    """How many quads a thread has in a step."""
+    return ptx.choose(step == _steps(cta, form) - 1, Int32(1), Int32(8))
 
 
 def _quads(cta: _Cta, step: Int32, form: Form) -> tuple[list[_Quad], Any]:
     """A step's quads, and whether any of them has entries and is not whole."""
-    quads = [_quad(cta, step, number, form) for number in range(2 * QUADS)]
+    quads = [_quad(cta, step, number, form) for number in range(8)]
     broken = Int32(0)
     for quad in quads:
         broken = broken | Int32(~quad.whole & (quad.left > 0))
@@ -839,11 +896,13 @@ def _mark_blocks(cta: _Cta, form: cutlass.Constexpr) -> Int32:
     window.
     """
     zero = Int32(0)
-    for i in cutlass.range_constexpr(BITMAP_WORDS // 4 // THREADS):
-        at = cta.smem + form.ring_at + (i * THREADS + cta.thread) * 16
+    for i in cutlass.range_constexpr(BITMAP_WORDS // 4 // form.threads):
+        at = cta.smem + form.ring_at + (i * form.threads + cta.thread) * 16
         ptx.store_shared4(at, (zero, zero, zero, zero))
-    for i in cutlass.range_constexpr(PER_WINDOW):
-        ptx.store_shared2(cta.smem + form.window_at + (i * THREADS + cta.thread) * 8, zero, zero)
+    for i in cutlass.range_constexpr(form.per_window):
+        ptx.store_shared2(
+            cta.smem + form.window_at + (i * form.threads + cta.thread) * 8, zero, zero
+        )
     scratch = cta.smem + form.misc_at + 64
     if cta.thread == 0:
         ptx.store_shared(scratch + 32, zero)
@@ -854,15 +913,15 @@ def _mark_blocks(cta: _Cta, form: cutlass.Constexpr) -> Int32:
     # Threads with nothing to mark or count write a harmless 0 to a word of their own: a condition
     # on an atomic would be a branch.
     nowhere = cta.thread * 4
-    for step in cutlass.range((cta.rows + 1) // 2 + 1, unroll=1):
+    for step in cutlass.range(_steps(cta, form), unroll=1):
         quads, broken = _quads(cta, step, form)
-        for number in cutlass.range_constexpr(2 * QUADS):
+        for number in cutlass.range_constexpr(8):
             quad = quads[number]
             block = quad.tokens[0] >> 2
             at = ptx.choose(quad.whole, (block >> 5) * 4, nowhere)
             ptx.or_shared(bitmap + at, ptx.choose(quad.whole, Int32(1) << (block & 31), Int32(0)))
         if broken:
-            for number in cutlass.range(_quads_of(cta, step), unroll=1):
+            for number in cutlass.range(_quads_of(cta, step, form), unroll=1):
                 quad = _quad(cta, step, number, form)
                 for i in cutlass.range_constexpr(4):
                     block = quad.tokens[i] >> 2
@@ -872,8 +931,8 @@ def _mark_blocks(cta: _Cta, form: cutlass.Constexpr) -> Int32:
     ptx.barrier()
 
     # A warp counts a quarter of the words, 128 at a time, so that its lanes read side by side.
-    turns = BITMAP_WORDS // THREADS // 4
-    first = (cta.warp * (BITMAP_WORDS // WARPS) + 4 * cta.lane) * 4
+    turns = BITMAP_WORDS // form.threads // 4
+    first = (cta.warp * (BITMAP_WORDS // form.warps) + 4 * cta.lane) * 4
     counts = []
     sums = []
     for i in cutlass.range_constexpr(turns):
@@ -888,14 +947,18 @@ def _mark_blocks(cta: _Cta, form: cutlass.Constexpr) -> Int32:
             lower = ptx.choose(cta.lane >= (1 << power), lower, Int32(0))
             inclusive[i] = inclusive[i] + lower
     totals = [ptx.sum_over_warp(each) for each in sums]
-    mine = (totals[0] + totals[1]) + (totals[2] + totals[3])
+    mine = totals[0]
+    for i in cutlass.range_constexpr(1, turns):
+        mine = mine + totals[i]
     if cta.lane == 0:
         ptx.store_shared(scratch + cta.warp * 4, mine)
     ptx.barrier()
-    of_warps = ptx.load_shared4(scratch)
+    of_warps: list[Int32] = []
+    for part in cutlass.range_constexpr(form.warps // 4):
+        of_warps += ptx.load_shared4(scratch, 16 * part)
     before = Int32(0)
     blocks = Int32(0)
-    for w in cutlass.range_constexpr(WARPS):
+    for w in cutlass.range_constexpr(form.warps):
         before = before + ptx.choose(cta.warp > w, of_warps[w], Int32(0))
         blocks = blocks + of_warps[w]
     for i in cutlass.range_constexpr(turns):
@@ -923,13 +986,13 @@ def _fill_union(
     """
     window = cta.smem + form.window_at
     surplus = Int32(0)
-    for step in cutlass.range((cta.rows + 1) // 2 + 1, unroll=1):
+    for step in cutlass.range(_steps(cta, form), unroll=1):
         quads, broken = _quads(cta, step, form)
         places = []
         for quad in quads:
             block = ptx.choose(quad.whole, quad.tokens[0] >> 2, Int32(0))
             places.append(_rank(cta, block, form) - low)
-        for number in cutlass.range_constexpr(2 * QUADS):
+        for number in cutlass.range_constexpr(8):
             quad, place = quads[number], places[number]
             mine = quad.whole & (place >= 0) & (place < entries)
             at = window + ptx.choose(mine, place, cta.thread) * 8
@@ -937,7 +1000,7 @@ def _fill_union(
             ptx.store_shared_if(at, quad.tokens[0] >> 2, mine)
             surplus = surplus + 4 * Int32(mine)
         if broken:
-            for number in cutlass.range(_quads_of(cta, step), unroll=1):
+            for number in cutlass.range(_quads_of(cta, step, form), unroll=1):
                 quad = _quad(cta, step, number, form)
                 for i in cutlass.range_constexpr(4):
                     token = quad.tokens[i]
@@ -950,10 +1013,10 @@ def _fill_union(
                     ptx.store_shared_if(at, token >> 2, mine)
                     surplus = surplus + Int32(mine)
     ptx.barrier()
-    if entries <= FEW * THREADS:
+    if entries <= FEW * form.threads:
         surplus = surplus - _find_pages(cta, FEW, form)
     else:
-        surplus = surplus - _find_pages(cta, PER_WINDOW, form)
+        surplus = surplus - _find_pages(cta, form.per_window, form)
     surplus = ptx.sum_over_warp(surplus)
     count = cta.smem + form.misc_at + 96
     if cta.lane == 0:
@@ -969,7 +1032,7 @@ def _find_pages(cta: _Cta, turns: int, form: Form) -> Int32:
     window = cta.smem + form.window_at
     owners = [ptx.load_shared(cta.smem + form.misc_at + 16 * r) for r in range(GROUP_ROWS)]
     base = cutlass.max(cutlass.max(owners[0], owners[1]), cutlass.max(owners[2], owners[3]))
-    places = [u * THREADS + cta.thread for u in range(turns)]
+    places = [u * form.threads + cta.thread for u in range(turns)]
     stored = [ptx.load_shared2(window + place * 8) for place in places]
     found = [_page_of(cta, base, block * 4, members != 0) for block, members in stored]
     count = Int32(0)
@@ -1003,7 +1066,7 @@ def _walk(
     total: Any,
     form: cutlass.Constexpr,
 ) -> None:
-    tiles = ((entries << shift) + TILE - 1) // TILE
+    tiles = ((entries << shift) + form.tile - 1) // form.tile
     stage = Int32(0)
     # The first turns only fetch, so that the loop holds every step once.
     for tile in cutlass.range(-form.stages, tiles, unroll=1):
@@ -1059,8 +1122,8 @@ def _fetch_k(
         chunks = form.row_bytes // 16
         per_turn = 32 // chunks
         chunk = cta.lane & (chunks - 1)
-        base = tile * TILE
-        ring = cta.smem + form.ring_at + stage * (TILE * form.row_bytes)
+        base = tile * form.tile
+        ring = cta.smem + form.ring_at + stage * (form.tile * form.row_bytes)
         turns = 16 // per_turn
         batch = min(turns, FETCH_BATCH)
         for start in cutlass.range(0, turns, batch, unroll=1):
@@ -1078,7 +1141,7 @@ def _fetch_k(
             token = cta.warp * 16 + (cta.lane & 15)
             page, slot, listed = _entry(cta, base + token, shift, form)
             source = _source(_plane(cta, 2, form), page, slot)
-            target = cta.smem + form.k_scales_at + (stage * TILE + token) * 16
+            target = cta.smem + form.k_scales_at + (stage * form.tile + token) * 16
             ptx.copy16(target, source, listed)
     ptx.commit()
 
@@ -1090,12 +1153,12 @@ def _fetch_v(
     """Starts copying this warp's dims of V; one group of copies, empty beyond the last tile."""
     if tile < tiles:
         plane = _plane(cta, 1, form)
-        chunks = form.row_bytes // 16 // WARPS
+        chunks = form.row_bytes // 16 // form.warps
         per_turn = 32 // chunks
         chunk = cta.warp * chunks + (cta.lane & (chunks - 1))
-        base = tile * TILE
-        ring = cta.smem + form.v_at + stage * (TILE * form.row_bytes)
-        turns = TILE // per_turn
+        base = tile * form.tile
+        ring = cta.smem + form.v_at + stage * (form.tile * form.row_bytes)
+        turns = form.tile // per_turn
         batch = min(turns, FETCH_BATCH)
         for start in cutlass.range(0, turns, batch, unroll=1):
             tokens = [(start + u) * per_turn + cta.lane // chunks for u in range(batch)]
@@ -1107,17 +1170,21 @@ def _fetch_v(
                 ptx.copy16(ring + target, source, listed)
         if cutlass.const_expr(form.dtype == "nvfp4"):
             scales = _plane(cta, 3, form)
-            for turn in cutlass.range_constexpr(TILE // 32):
+            # 16 bytes, or 4, hold what a warp needs, or two of eight.
+            part = cta.warp >> (form.warps // 8)
+            for turn in cutlass.range_constexpr(form.tile // 32):
                 token = turn * 32 + cta.lane
                 page, slot, listed = _entry(cta, base + token, shift, form)
                 target = (
-                    cta.smem + form.v_scales_at + ((stage * WARPS + cta.warp) * TILE + token) * 16
+                    cta.smem
+                    + form.v_scales_at
+                    + ((stage * form.warps + cta.warp) * form.tile + token) * 16
                 )
                 if cta.interleaved != 0:
-                    source = _source(scales, page, slot & -4) + Int64(cta.warp * 16)
+                    source = _source(scales, page, slot & -4) + Int64(part * 16)
                     ptx.copy16(target, source, listed)
                 else:
-                    source = _source(scales, page, slot) + Int64(cta.warp * 4)
+                    source = _source(scales, page, slot) + Int64(part * 4)
                     ptx.copy4(target, source, listed)
     ptx.commit()
 
@@ -1152,7 +1219,7 @@ def _score(cta: _Cta, stage: Int32, scores: Any, form: cutlass.Constexpr) -> Non
     blocks = {"bf16": 8, "fp8_e4m3": 4, "nvfp4": 2}[form.dtype]
     steps = 16 // blocks
     queries = cta.smem + cta.lane * 16
-    first = stage * TILE + cta.warp * 16 + g
+    first = stage * form.tile + cta.warp * 16 + g
     # The swizzle flips the upper half of the eight chunks of 128 bytes for odd tokens.
     swizzle = (g & 1) * 64
     keys = cta.smem + form.ring_at + first * form.row_bytes + quad * 16
@@ -1218,13 +1285,12 @@ def _weigh(
     members: list[Int32] = []
     for j in range(2):
         for e in range(2):
-            place = tile * TILE + cta.warp * 16 + 8 * j + 2 * quad + e
+            place = tile * form.tile + cta.warp * 16 + 8 * j + 2 * quad + e
             packed = ptx.load_shared(cta.smem + (place >> shift) * 8, form.window_at + 4)
             within = place & ((Int32(1) << shift) - 1)
             members.append(packed >> (4 * within))
     scale_at = cta.smem + (g * 4 if form.f16 else 0)
-    reduce = cta.smem + form.reduce_at + g * 16
-    mine = reduce + cta.warp * 4
+    mine = _maxima(cta, form) + cta.warp * 4
     minus = Float32(float("-inf"))
     tops: list[Float32] = []
     for i in range(2 * form.m_tiles):
@@ -1244,13 +1310,16 @@ def _weigh(
         others = [ptx.shuffle_xor_float(each, mask) for each in tops]
         tops = [ptx.maximum(a, b) for a, b in zip(tops, others, strict=True)]
     for i in range(2 * form.m_tiles):
-        ptx.store_shared_float(mine, tops[i], 128 * i)
+        ptx.store_shared_float(mine, tops[i], 32 * form.warps * i)
     ptx.barrier()
     for i in range(2 * form.m_tiles):
         m_tile, half = i // 2, i % 2
-        four = ptx.load_shared4_float(reduce, 128 * i)
-        largest = ptx.maximum(ptx.maximum(four[0], four[1]), ptx.maximum(four[2], four[3]))
-        largest = ptx.maximum(largest, top[i])
+        largest = top[i]
+        for part in range(form.warps // 4):
+            at = _maxima(cta, form)
+            four = ptx.load_shared4_float(at, 32 * form.warps * i + 16 * part)
+            several = ptx.maximum(ptx.maximum(four[0], four[1]), ptx.maximum(four[2], four[3]))
+            largest = ptx.maximum(largest, several)
         anchor = ptx.choose_float(largest == minus, Float32(0.0), largest)
         fade = ptx.exp2(top[i] - anchor)
         fades[i] = fade
@@ -1272,7 +1341,7 @@ def _weigh(
                 at = (m_tile * 2 + j) * 4 + 2 * half
                 words.append(pack(scores[at], scores[at + 1]))
         four_words = (words[0], words[1], words[2], words[3])
-        ptx.store_shared4(base, four_words, form.p_at + m_tile * WARPS * 512)
+        ptx.store_shared4(base, four_words, form.p_at + m_tile * form.warps * 512)
 
 
 @cute.jit
@@ -1288,7 +1357,7 @@ def _phases(
     if (cta.interleaved != 0) & (shift == 0):
         for i in cutlass.range_constexpr(4):
             token = 16 * step + 8 * (i // 2) + i % 2 + 2 * quad
-            at = cta.smem + (tile * TILE + token) * 8
+            at = cta.smem + (tile * form.tile + token) * 8
             phases[i] = ptx.shift_right(ptx.load_shared(at, form.window_at + 4), 16) & 3
     return phases
 
@@ -1296,44 +1365,43 @@ def _phases(
 def _value_fragments(
     cta: _Cta, tile: Int32, stage: Int32, step: int, shift: Int32, form: Form
 ) -> list[tuple[Int32, Int32]]:
-    """B fragments of V for 16 tokens: column g of n-tile i is dim 64 warp + 8 g + i."""
+    """B fragments of V for 16 tokens: column g of n-tile i is dim ``slice warp + n g + i`` of n
+    n-tiles.
+    """
     g, quad = cta.lane >> 2, cta.lane & 3
+    n_tiles = form.slice // 8
     # The swizzle flips pairs of 16-byte chunks by bits 1 and 2 of the token, which are this lane's
     # quad.
-    chunk, within = {
-        "bf16": (cta.warp * 8 + g, 0),
-        "fp8_e4m3": (cta.warp * 4 + (g >> 1), (g & 1) * 8),
-        "nvfp4": (cta.warp * 2 + (g >> 2), (g & 3) * 4),
-    }[form.dtype]
-    base = cta.smem + (stage * TILE + 2 * quad) * form.row_bytes
-    base = base + (chunk ^ (2 * quad)) * 16 + within
+    lane_bytes = n_tiles * form.row_bytes // HEAD_DIM
+    byte = g * lane_bytes
+    chunk = cta.warp * (form.row_bytes // form.warps // 16) + (byte >> 4)
+    base = cta.smem + (stage * form.tile + 2 * quad) * form.row_bytes
+    base = base + (chunk ^ (2 * quad)) * 16 + (byte & 15)
     phases = _phases(cta, tile, shift, step, form) if form.dtype == "nvfp4" else []
     halves: list[list[Int32]] = []
     for high in range(2):
         at = [form.v_at + (16 * step + 8 * high + e) * form.row_bytes for e in range(2)]
-        dims: list[Int32] = [Int32(0)] * 8
+        dims: list[Int32] = [Int32(0)] * n_tiles
+        a, b = (_lane_words(base, offset, lane_bytes) for offset in at)
         if form.dtype == "bf16":
-            a, b = (ptx.load_shared4(base, offset) for offset in at)
-            for i in range(4):
+            for i in range(n_tiles // 2):
                 dims[2 * i] = ptx.permute(a[i], b[i], 0x5410)
                 dims[2 * i + 1] = ptx.permute(a[i], b[i], 0x7632)
         elif form.dtype == "fp8_e4m3":
-            a2, b2 = (ptx.load_shared2(base, offset) for offset in at)
-            for i in range(2):
-                dims[4 * i : 4 * i + 2] = ptx.e4m3_pairs(ptx.permute(a2[i], b2[i], 0x5140))
-                dims[4 * i + 2 : 4 * i + 4] = ptx.e4m3_pairs(ptx.permute(a2[i], b2[i], 0x7362))
+            for i in range(n_tiles // 4):
+                dims[4 * i : 4 * i + 2] = ptx.e4m3_pairs(ptx.permute(a[i], b[i], 0x5140))
+                dims[4 * i + 2 : 4 * i + 4] = ptx.e4m3_pairs(ptx.permute(a[i], b[i], 0x7362))
         else:
-            a4, b4 = (ptx.load_shared(base, offset) for offset in at)
             scale = _value_scale(cta, stage, 16 * step + 8 * high, phases[2 * high :], form)
             if form.native_e2m1:
-                a8, b8 = _decode_e2m1(a4, form), _decode_e2m1(b4, form)
-                for i in range(4):
+                a8, b8 = _decode_e2m1(a[0], form), _decode_e2m1(b[0], form)
+                for i in range(n_tiles // 2):
                     dims[2 * i] = ptx.permute(a8[i], b8[i], 0x5410)
                     dims[2 * i + 1] = ptx.permute(a8[i], b8[i], 0x7632)
             else:
                 # Bytes of both tokens by turns decode to pairs of dims 0, 2, 1, 3 of four.
-                for i, turns in enumerate((0x5140, 0x7362)):
-                    pairs = _decode_e2m1(ptx.permute(a4, b4, turns), form)
+                for i, turns in enumerate((0x5140, 0x7362)[: n_tiles // 4]):
+                    pairs = _decode_e2m1(ptx.permute(a[0], b[0], turns), form)
                     for j, dim in enumerate((0, 2, 1, 3)):
                         dims[4 * i + dim] = pairs[j]
             dims = [ptx.multiply_f16(pair, scale) for pair in dims]
@@ -1341,12 +1409,21 @@ def _value_fragments(
     return list(zip(halves[0], halves[1], strict=True))
 
 
+def _lane_words(base: Int32, offset: int, count: int) -> tuple[Int32, ...]:
+    """``count`` bytes of shared memory, as words."""
+    if count == 16:
+        return ptx.load_shared4(base, offset)
+    if count == 8:
+        return ptx.load_shared2(base, offset)
+    return (ptx.load_shared(base, offset) if count == 4 else ptx.load_shared_half(base, offset),)
+
+
 def _value_scale(cta: _Cta, stage: Int32, first: int, phases: list[Int32], form: Form) -> Int32:
-    """The block scales of this lane's eight dims, for tokens ``first + 2 quad`` and the next, as
+    """The block scales of this lane's dims, for tokens ``first + 2 quad`` and the next, as
     f16x2.
     """
-    block = cta.lane >> 3
-    base = cta.smem + ((stage * WARPS + cta.warp) * TILE + 2 * (cta.lane & 3)) * 16
+    block = cta.lane >> 3 if form.warps == 4 else 2 * (cta.warp & 1) + (cta.lane >> 4)
+    base = cta.smem + ((stage * form.warps + cta.warp) * form.tile + 2 * (cta.lane & 3)) * 16
     base = base + block * (1 + 3 * cta.interleaved)
     low = ptx.load_shared_byte(base + phases[0], form.v_scales_at + first * 16)
     high = ptx.load_shared_byte(base + phases[1], form.v_scales_at + first * 16 + 16)
@@ -1370,23 +1447,50 @@ def _accumulate(
         faded = faded | (fades[i] != Float32(1.0))
     if ptx.any_lane(faded):
         for i in cutlass.range_constexpr(2 * form.m_tiles):
-            for n in cutlass.range_constexpr(SLICE // 8):
+            for n in cutlass.range_constexpr(form.slice // 8):
                 for e in cutlass.range_constexpr(2):
-                    spot = ((i // 2) * (SLICE // 8) + n) * 4 + 2 * (i % 2) + e
+                    spot = ((i // 2) * (form.slice // 8) + n) * 4 + 2 * (i % 2) + e
                     acc[spot] = acc[spot] * fades[i]
     base = cta.smem + cta.lane * 16
-    for step in cutlass.range_constexpr(TILE // 16):
+    for step in cutlass.range_constexpr(form.tile // 16):
         weights = []
         for m_tile in cutlass.range_constexpr(form.m_tiles):
-            weights.append(ptx.load_shared4(base, form.p_at + (m_tile * WARPS + step) * 512))
+            weights.append(ptx.load_shared4(base, form.p_at + (m_tile * form.warps + step) * 512))
         fragments = _value_fragments(cta, tile, stage, step, shift, form)
-        for n in cutlass.range_constexpr(SLICE // 8):
+        for n in cutlass.range_constexpr(form.slice // 8):
             b0, b1 = fragments[n]
             for m_tile in cutlass.range_constexpr(form.m_tiles):
-                ptx.mma(acc, (m_tile * (SLICE // 8) + n) * 4, weights[m_tile], b0, b1, form.f16)
+                ptx.mma(
+                    acc, (m_tile * (form.slice // 8) + n) * 4, weights[m_tile], b0, b1, form.f16
+                )
 
 
 # ----- results: divide, round, gate, round --------------------------------------------------------
+
+
+def _first_sum(cta: _Cta, form: Form) -> Int32:
+    """First dim of this lane's sums, which are of neighbouring dims."""
+    return cta.warp * form.slice + (cta.lane & 3) * (form.slice // 4)
+
+
+def _row_sums(acc: Any, i: int, value_scale: Float32, form: Form) -> list[list[Float32]]:
+    """A thread's sums of its row ``i``, in the order of the dims, by fours."""
+    n_tiles = form.slice // 8
+    spots = [
+        ((i // 2) * n_tiles + n) * 4 + 2 * (i % 2) + e for e in range(2) for n in range(n_tiles)
+    ]
+    values = [acc[spot] * value_scale for spot in spots]
+    return [values[at : at + 4] for at in range(0, len(values), 4)]
+
+
+def _total(cta: _Cta, m: Int32, form: Form) -> Float32:
+    """The sum of the warps' totals of a row."""
+    total = Float32(0.0)
+    for part in range(form.warps // 4):
+        at = cta.smem + form.reduce_at + m * (4 * form.warps)
+        four = ptx.load_shared4_float(at, 16 * part)
+        total = total + ((four[0] + four[1]) + (four[2] + four[3]))
+    return total
 
 
 def _stage(cta: _Cta, value_scale: Float32, acc: Any, total: Any, form: Form) -> None:
@@ -1400,13 +1504,10 @@ def _stage(cta: _Cta, value_scale: Float32, acc: Any, total: Any, form: Form) ->
         value = total[i]
         value = value + ptx.shuffle_xor_float(value, 1)
         value = value + ptx.shuffle_xor_float(value, 2)
-        ptx.store_shared_float(reduce + m * 16 + cta.warp * 4, value)
-        at = cta.smem + form.ring_at + m * STAGED_ROW
-        at = at + (cta.warp * SLICE + (cta.lane & 3) * 16) * 4
-        for e in range(2):
-            eight = [acc[((i // 2) * 8 + n) * 4 + 2 * (i % 2) + e] * value_scale for n in range(8)]
-            ptx.store_shared4_float(at + 32 * e, eight[:4])
-            ptx.store_shared4_float(at + 32 * e + 16, eight[4:])
+        ptx.store_shared_float(reduce + (m * form.warps + cta.warp) * 4, value)
+        at = cta.smem + form.ring_at + m * STAGED_ROW + _first_sum(cta, form) * 4
+        for part, four in enumerate(_row_sums(acc, i, value_scale, form)):
+            ptx.store_shared4_float(at + 16 * part, four)
     ptx.barrier()
 
 
@@ -1414,9 +1515,7 @@ def _staged(cta: _Cta, m: Int32, form: Form) -> tuple[list[Float32], Float32]:
     """``(eight sums at dim 8 lane, total)`` of a staged row."""
     at = cta.smem + form.ring_at + m * STAGED_ROW + cta.lane * 32
     values = [*ptx.load_shared4_float(at), *ptx.load_shared4_float(at + 16)]
-    four = ptx.load_shared4_float(cta.smem + form.reduce_at + m * 16)
-    total = (four[0] + four[1]) + (four[2] + four[3])
-    return values, total
+    return values, _total(cta, m, form)
 
 
 @cute.jit
@@ -1430,11 +1529,11 @@ def _store_rows(
 ) -> None:
     cta = _restore(cta, form)
     dim = cta.lane * 8
-    for start in cutlass.range(cta.warp, cta.rows * cta.group, STORE_BATCH * WARPS, unroll=1):
+    for start in cutlass.range(cta.warp, cta.rows * cta.group, STORE_BATCH * form.warps, unroll=1):
         places = []
         gates = []
         for u in cutlass.range_constexpr(STORE_BATCH):
-            m = start + u * WARPS
+            m = start + u * form.warps
             row = _row_of(cta, m)
             head = cta.kv_head * cta.group + (m - row * cta.group)
             there = (m < cta.rows * cta.group) & (((Int32(1) << row) & chosen) != 0)
@@ -1504,28 +1603,25 @@ def _store_partial(
     reduce = cta.smem + form.reduce_at
     ptx.barrier()
     first = workspace.iterator.toint() + Int64(tail) * Int64(group_rows * cta.group) * PARTIAL_ROW
-    column = Int64((cta.warp * SLICE + (cta.lane & 3) * 16) * 4)
+    column = Int64(_first_sum(cta, form) * 4)
     sums = [total[i] for i in range(2 * form.m_tiles)]
     for mask in (1, 2):
         others = [ptx.shuffle_xor_float(each, mask) for each in sums]
         sums = [a + b for a, b in zip(sums, others, strict=True)]
     for i in cutlass.range_constexpr(2 * form.m_tiles):
         m = (cta.lane >> 2) + 8 * i
-        ptx.store_shared_float(reduce + m * 16 + cta.warp * 4, sums[i])
+        ptx.store_shared_float(reduce + (m * form.warps + cta.warp) * 4, sums[i])
         if (m < cta.rows * cta.group) & (((Int32(1) << _row_of(cta, m)) & chosen) != 0):
             place = first + Int64(m) * PARTIAL_ROW + column
-            for part in cutlass.range_constexpr(4):
-                spots = [(i // 2) * 32 + 2 * (i % 2) + part // 2 + 4 * n for n in range(8)]
-                four = [acc[spot] * value_scale for spot in spots[4 * (part % 2) :][:4]]
+            for part, four in enumerate(_row_sums(acc, i, value_scale, form)):
                 ptx.store_global4_float(place + Int64(16 * part), four)
             if (cta.warp == 0) & (cta.lane & 3 == 0):
                 ptx.store_global_float(first + Int64(m) * PARTIAL_ROW + HEAD_DIM * 4, top[i])
     ptx.barrier()
     m = cta.thread
     if (m < cta.rows * cta.group) & (((Int32(1) << _row_of(cta, m)) & chosen) != 0):
-        four = ptx.load_shared4_float(reduce + m * 16)
         place = first + Int64(m) * PARTIAL_ROW + HEAD_DIM * 4 + 4
-        ptx.store_global_float(place, (four[0] + four[1]) + (four[2] + four[3]))
+        ptx.store_global_float(place, _total(cta, m, form))
 
 
 @cute.kernel
@@ -1945,9 +2041,9 @@ def _launch(
             v_interleaved, tokens, group_rows, splits, whole_units, form,
         ).launch(
             grid=(whole_units + tail * splits, 1, 1),
-            block=(THREADS, 1, 1),
+            block=(form.threads, 1, 1),
             smem=form.smem_bytes,
-            min_blocks_per_mp=RESIDENT,
+            min_blocks_per_mp=form.resident,
             preferred_smem_carveout=100,
             stream=stream,
             use_pdl=True,

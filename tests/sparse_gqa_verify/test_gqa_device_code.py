@@ -43,7 +43,7 @@ def _tensor(memory: Memory, tensor: torch.Tensor, dims: int) -> bytes:
 
 
 def _run(ptx: str, dtype: str, case: cases.GqaCase, launch: Launch, eager: bool) -> None:
-    from specplan.kernels.sparse_gqa_verify.kernel import MERGE_THREADS, THREADS, Form
+    from specplan.kernels.sparse_gqa_verify.kernel import MERGE_THREADS, Form
 
     inputs, memory = case.inputs, Memory()
 
@@ -90,9 +90,9 @@ def _run(ptx: str, dtype: str, case: cases.GqaCase, launch: Launch, eager: bool)
     tail = groups(rows // launch.tokens, launch.tokens, launch.group_rows) * kv_heads
     tail -= launch.whole_units
     m_tiles = -(-launch.group_rows * heads // kv_heads // 16)
-    shared = Form(dtype, m_tiles, False).smem_bytes
-    attend = Machine(ptx, "_attend", memory, arguments, shared, eager)
-    attend.run(launch.whole_units + tail * launch.splits, THREADS)
+    form = Form(dtype, m_tiles, False)
+    attend = Machine(ptx, "_attend", memory, arguments, form.smem_bytes, eager)
+    attend.run(launch.whole_units + tail * launch.splits, form.threads)
     if launch.splits > 1:
         arguments = [q, cache, gates, out, space, gated, *numbers]
         merge = Machine(ptx, "_merge", memory, arguments, 4096, eager)
