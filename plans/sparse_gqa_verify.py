@@ -41,10 +41,10 @@ MAX_SPLITS = 64
 #: after another.
 UNION_LIST = 2176
 UNION_TOKENS = 262144
-#: Tokens of a tile of the inner loop.
-TILE = 64
-#: CTAs that fit an SM at a time: their shared memory is at most 112 KiB.
-RESIDENT = 2
+#: CTAs that fit an SM at a time, and tokens of a tile of the inner loop: where the queries of a
+#: group fill one MMA tile, as those of a lone row do, and where they fill more.
+RESIDENT = (2, 1)
+TILE = (64, 128)
 #: What a merge costs, in tiles.
 MERGE_TILES = 2
 #: fp32 words of a row of partial results: its sums, and four more of which two are used.
@@ -78,21 +78,31 @@ class Launch:
     whole_units: int
 
 
-def _tiles(width: int, splits: int) -> int:
-    return -(-width // (TILE * splits))
-
-
-def _useful_splits(width: int, most: int) -> int:
-    """The fewest splits, not above ``most``, that give the tiles a CTA which ``most`` would
-    give.
-    """
-    most = max(1, min(most, MAX_SPLITS, -(-width // TILE)))
-    return -(-width // (TILE * _tiles(width, most)))
+def m_tiles(geometry: Mapping[str, int], group_rows: int) -> int:
+    """MMA tiles that the queries of a group fill."""
+    return -(-group_rows * (geometry["q_heads"] // geometry["kv_heads"]) // MMA_ROWS)
 
 
 def resident(m_tiles: int) -> int:
     """CTAs of a plan that fit an SM at a time."""
-    return RESIDENT if m_tiles == 1 else 1
+    return RESIDENT[m_tiles > 1]
+
+
+def tile_tokens(m_tiles: int) -> int:
+    """Tokens of a tile of the inner loop of a plan."""
+    return TILE[m_tiles > 1]
+
+
+def _tiles(width: int, splits: int, tile: int) -> int:
+    return -(-width // (tile * splits))
+
+
+def _useful_splits(width: int, most: int, tile: int) -> int:
+    """The fewest splits, not above ``most``, that give the tiles a CTA which ``most`` would
+    give.
+    """
+    most = max(1, min(most, MAX_SPLITS, -(-width // tile)))
+    return -(-width // (tile * _tiles(width, most, tile)))
 
 
 def groups(requests: int, tokens: int, group_rows: int) -> int:
@@ -114,23 +124,20 @@ def group_rows(geometry: Mapping[str, int], requests: int, tokens: int) -> int:
 def choose(geometry: Mapping[str, int], requests: int, tokens: int, arch: Arch) -> Launch:
     """The launch that the rule takes when nothing is forced."""
     rows = group_rows(geometry, requests, tokens)
+    filled = m_tiles(geometry, rows)
+    size = tile_tokens(filled)
     units = groups(requests, tokens, rows) * geometry["kv_heads"]
     width = geometry["selected"]
-    slots = arch.sm_count * RESIDENT
+    slots = arch.sm_count * resident(filled)
     if units < slots:
-        splits = _useful_splits(width, slots // units)
-        if rows > 1 and 10 * units >= 9 * arch.sm_count:
-            # An SM has a unit already, and its second CTA only shares what the first did not leave
-            # idle: 128 units took 116 us whole and 123 us in two splits (bf16), 111 and 108.5
-            # (FP8), 117 and 119.5 (NVFP4).
-            splits = 1
+        splits = _useful_splits(width, slots // units, size)
         return Launch(tokens, rows, splits, units if splits == 1 else 0)
     whole = units // slots * slots
     rest = units - whole
     if rest:
-        splits = _useful_splits(width, slots // rest)
-        full = _tiles(width, 1)
-        split_time = whole // slots * full + _tiles(width, splits) + MERGE_TILES
+        splits = _useful_splits(width, slots // rest, size)
+        full = _tiles(width, 1, size)
+        split_time = whole // slots * full + _tiles(width, splits, size) + MERGE_TILES
         if splits > 1 and split_time < -(-units // slots) * full:
             return Launch(tokens, rows, splits, whole)
     return Launch(tokens, rows, 1, units)
@@ -209,13 +216,12 @@ class _SparseGqaVerify:
             rows = launch.group_rows
             units = groups(requests, tokens, rows) * geometry["kv_heads"]
             launch = Launch(tokens, rows, splits, units if splits == 1 else 0)
-        query_rows = launch.group_rows * geometry["q_heads"] // geometry["kv_heads"]
         return (
             Plan(
                 family=self.name,
                 op=self.name,
                 arch=arch.name,
-                spec=(("dtype", dtype), ("m_tiles", -(-query_rows // MMA_ROWS))),
+                spec=(("dtype", dtype), ("m_tiles", m_tiles(geometry, launch.group_rows))),
                 launch=(
                     ("tokens", launch.tokens),
                     ("group_rows", launch.group_rows),

@@ -80,6 +80,7 @@ from specplan.plans.sparse_gqa_verify import (
     UNION_LIST,
     UNION_TOKENS,
     resident,
+    tile_tokens,
 )
 
 #: Entries of a lone row that a thread looks up before anything else is known.
@@ -124,10 +125,10 @@ class Form:
 
     @property
     def warps(self) -> int:
-        """Lone rows are many small CTAs, two an SM; groups are one CTA an SM, or two of half the
-        warps would share it.
+        """A warp scores 16 tokens of a tile, and takes its slice of the head dimension of all of
+        them. Lone rows are small CTAs, two an SM; a group has an SM for itself.
         """
-        return 4 if self.m_tiles == 1 else 8
+        return tile_tokens(self.m_tiles) // 16
 
     @property
     def resident(self) -> int:
@@ -139,10 +140,7 @@ class Form:
 
     @property
     def tile(self) -> int:
-        """Tokens of a tile: a warp scores 16 of them, and takes its slice of the head dimension of
-        all of them.
-        """
-        return 16 * self.warps
+        return tile_tokens(self.m_tiles)
 
     @property
     def slice(self) -> int:
