@@ -28,7 +28,7 @@ def test_the_ctas_that_planning_assumes_fit_an_sm() -> None:
         for m_tiles in (1, 2, 3):
             form = form_of(_plan(dtype, m_tiles, "sm_90a"))
             # 228 KiB an SM, of which each CTA takes 1 KiB beside its own.
-            assert resident(m_tiles) * (form.smem_bytes + 1024) <= 233472
+            assert resident(form.warps) * (form.smem_bytes + 1024) <= 233472
             staged = form.m_rows * (256 * 4 + 16)
             assert form.ring_at + staged <= form.smem_bytes
             assert form.lists_at + 4 * 2176 * 4 <= form.smem_bytes

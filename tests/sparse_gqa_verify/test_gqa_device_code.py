@@ -104,6 +104,7 @@ def _run(ptx: str, dtype: str, case: cases.GqaCase, launch: Launch, eager: bool)
     [
         ("bf16", "sm_90a", 1, 1, Launch(1, 1, 1, 1)),
         ("fp8_e4m3", "sm_90a", 1, 1, Launch(1, 1, 2, 0)),
+        ("fp8_e4m3", "sm_90a", 1, 2, Launch(2, 2, 1, 1)),
         ("nvfp4", "sm_90a", 1, 4, Launch(4, 4, 2, 0)),
         ("nvfp4", "sm_100a", 2, 1, Launch(1, 1, 2, 1)),
     ],
@@ -113,7 +114,8 @@ def test_device_code_computes_the_reference(
 ) -> None:
     m_tiles = -(-launch.group_rows * 12 // 16)
     name = "sparse_gqa_verify"
-    ptx = _compile(Plan(name, name, arch, (("dtype", dtype), ("m_tiles", m_tiles))), tmp_path)
+    spec = (("dtype", dtype), ("m_tiles", m_tiles))
+    ptx = _compile(Plan(name, name, arch, spec), tmp_path)
     checks = cases.checks(PROBLEM, requests, tokens, launch.splits, dtype, "cpu")
     for number, case in enumerate(checks):
         for eager in (False, True) if launch.group_rows == 1 else (False,):

@@ -8,6 +8,7 @@ from specplan.plans.sparse_gqa_verify import (
     FAMILY,
     MAX_M_TILES,
     MAX_SPLITS,
+    WARPS,
     choose,
     groups,
     resident,
@@ -40,7 +41,7 @@ def test_every_cell_has_a_launch_that_covers_its_units(problem: dict[str, int], 
             (plan,) = FAMILY.plans(problem, requests, tokens, launch.splits, "bf16", arch)
             assert 1 <= plan.int("m_tiles") <= MAX_M_TILES
             assert plan.int("splits") == launch.splits
-            slots = sms * resident(plan.int("m_tiles"))
+            slots = sms * resident(WARPS[plan.int("m_tiles")])
             if launch.splits == 1:
                 assert launch.whole_units == units
             elif launch.whole_units:
