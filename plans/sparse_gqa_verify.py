@@ -43,9 +43,9 @@ UNION_LIST = 2176
 UNION_TOKENS = 262144
 #: Warps of a CTA by the MMA tiles that its group fills: four, and two CTAs an SM, or eight, and the
 #: SM for itself. On an H200, in us in bf16, NVFP4 and FP8, with 24/2 heads: 128 units of two rows
-#: took 74, 77 and 64 with eight (with four, in an earlier version, 92 and 86 in bf16 and NVFP4); 128
-#: units of four rows 118, 110 and 98 with four and 107, 105 and 91 with eight; 512 of them 360, 343
-#: and 294, and 423, 411 and 351. One form for four rows serves both.
+#: took 74, 77 and 64 with eight (with four, in an earlier version, 92 and 86 in bf16 and NVFP4);
+#: 128 units of four rows 118, 110 and 98 with four and 107, 105 and 91 with eight; 512 of them 360,
+#: 343 and 294, and 423, 411 and 351. One form for four rows serves both.
 WARPS = {1: 4, 2: 8, 3: 4}
 #: Tokens of a tile of the inner loop for each warp.
 WARP_TOKENS = 16
