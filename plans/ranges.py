@@ -14,7 +14,7 @@ def parse(text: str | int) -> tuple[int, ...]:
     """The sorted integers of ``"1..64, 72..256/8"``; ValueError on anything else, on overlap and on
     an empty range.
     """
-    if isinstance(text, int):
+    if type(text) is int:
         return (text,)
     values: list[int] = []
     for part in str(text).split(","):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from specplan import library
 from specplan.errors import LaunchError, SpecplanError, UncertifiedCell
+from specplan.forked import watched
 from specplan.plans.families import FAMILIES as PLANNING
 from specplan.plans.manifest import PlanRecord
 from specplan.uncertified import Reason, Uncertified
@@ -245,7 +246,7 @@ class Op:
             return fitted
         function, tensors = fitted
         convert = library.tvm_ffi().from_dlpack
-        return partial(function, tensors[0], *map(convert, tensors[1:]), *integers)
+        return watched(partial(function, tensors[0], *map(convert, tensors[1:]), *integers))
 
     def _launched(
         self,

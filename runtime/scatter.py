@@ -147,11 +147,12 @@ class Scatter(Op):
                 if isinstance(picked, Uncertified):
                     return picked
                 found = self._remember(key, (picked.function, width))
-            if 0 <= row_begin <= held - rows and 0 <= rows <= slots.numel():
+            listed = slots.numel()
+            if 0 <= row_begin <= held - rows and 0 <= rows <= listed:
                 return found
         except SHAPE_ERRORS as error:
             return self._refused(error)
-        return self._outside(key[0], row_begin, rows, held, slots.numel())
+        return self._outside(key[0], row_begin, rows, held, listed)
 
     def _fit(
         self, function: Any, tensors: tuple[torch.Tensor, ...], integers: tuple[int, ...]
@@ -169,9 +170,10 @@ class Scatter(Op):
         again = self._look_up(fitted, (row_begin, rows))
         if not again:
             return again  # type: ignore[no-any-return]
-        if again[0] is function and all(
+        same = narrowed is outputs or all(
             a.shape == b.shape for a, b in zip(narrowed, outputs, strict=True)
-        ):
+        )
+        if again[0] is function and same:
             return None
         return again[0], fitted
 

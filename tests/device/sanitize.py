@@ -26,7 +26,11 @@ POINTS = ((1, 1), (3, 2), (8, 8), (64, 4), (256, 8))
 
 
 def spread(
-    pack: specplan.Pack, device: torch.device, quick: bool, families: list[str] | None
+    pack: specplan.Pack,
+    device: torch.device,
+    quick: bool,
+    families: list[str] | None,
+    most_requests: int,
 ) -> int:
     """Every family and problem at a few sizes; ``quick`` takes two problems a family."""
     catalog = load_catalog()
@@ -40,6 +44,8 @@ def spread(
         for problem, geometry in list(problems.items())[: 2 if quick else None]:
             for cell in claimed:
                 if cell.problem != problem or (cell.requests, cell.tokens) not in POINTS:
+                    continue
+                if cell.requests > most_requests:
                     continue
                 for case in cases.checks(
                     geometry, cell.requests, cell.tokens, cell.splits, cell.dtype, device
@@ -147,6 +153,7 @@ def main() -> None:
     parser.add_argument("--packs", type=Path)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--family", action="append", help="only this family; repeatable")
+    parser.add_argument("--most-requests", type=int, default=256, help="no larger cells")
     parser.add_argument("--unwritten", action="store_true")
     parser.add_argument("--control", action="store_true")
     parser.add_argument("--judge", choices=("clean", "control"))
@@ -156,7 +163,11 @@ def main() -> None:
     device = torch.device("cuda", 0)
     pack = specplan.load(options.packs, candidates=True)
     pack.prepare()
-    calls = 0 if options.control or options.unwritten else spread(pack, device, options.quick, options.family)
+    calls = (
+        0
+        if options.control or options.unwritten
+        else spread(pack, device, options.quick, options.family, options.most_requests)
+    )
     calls += unwritten(pack, device, options.control)
     torch.cuda.synchronize()
     print(f"{calls} calls, every result as the reference gives it")
