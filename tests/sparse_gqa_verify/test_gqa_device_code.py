@@ -107,6 +107,7 @@ def _run(ptx: str, dtype: str, case: cases.GqaCase, launch: Launch, eager: bool)
         ("fp8_e4m3", "sm_90a", 1, 2, Launch(2, 2, 1, 1)),
         ("nvfp4", "sm_90a", 1, 4, Launch(4, 4, 2, 0)),
         ("nvfp4", "sm_100a", 2, 1, Launch(1, 1, 2, 1)),
+        ("nvfp4", "sm_100a", 1, 2, Launch(2, 2, 1, 1)),
     ],
 )
 def test_device_code_computes_the_reference(

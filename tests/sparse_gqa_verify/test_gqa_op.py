@@ -272,6 +272,21 @@ def test_forced_splits_are_launched(pack: Pack, functions: dict[str, Compiled]) 
     assert answer.reason is Reason.NOT_IN_CATALOG
 
 
+def test_calls_that_look_alike_to_the_hot_path_are_told_apart(pack: Pack) -> None:
+    """Four rows of 6 heads and one of 24 have as many elements: the compiled function refuses the
+    other's sizes, and the call is looked up anew.
+    """
+    model = CATALOG.problems["sparse_gqa_verify"]["model"]
+    made = [
+        cases.GqaCase("small", SMALL, 4, 1, 64, "bf16", "cpu", context=160),
+        cases.GqaCase("model", model, 1, 1, 64, "bf16", "cpu", context=160),
+    ]
+    for case in (made[0], made[1], made[0], made[0], made[1]):
+        case._poison()
+        assert pack.sparse_gqa_verify(**call_of(case)) is True
+        assert passed(case, case.expect())
+
+
 def test_no_workspace_where_nothing_is_split(pack: Pack) -> None:
     case = case_of("bf16")
     assert pack.sparse_gqa_verify(**call_of(case, splits=1, workspace=None)) is True
