@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import specplan
 import torch
 import triton_split_k
-from specplan.kernels.sparse_gqa_verify.cases import Inputs, make_inputs
+from specplan.kernels.sparse_gqa_verify.cases import Inputs, make_inputs, random_lists
 from specplan.kernels.sparse_gqa_verify.reference import gate
 
 import measure
@@ -37,6 +38,7 @@ TOKEN_BYTES = {"bf16": 1024, "fp8_e4m3": 512, "nvfp4": 288}
 #: The caches' tokens at most: 4 GB in BF16. Beyond it requests share pages, as far apart in time as
 #: the cache is larger than the L2.
 MOST_TOKENS = 1 << 21
+MOST_REQUESTS = 256
 MOST_SETS = 128
 #: Outputs of the arms agree within this relative L2 error: the peers round weights to bf16.
 AGREEMENT = 1e-2
@@ -60,25 +62,51 @@ class Size:
         return self.rows // self.tokens
 
 
+def make_cache(geometry: dict[str, int], dtype: str, context: int) -> Inputs:
+    """One cache for all sizes of a dtype and context, with the block table of 256 requests."""
+    return make_inputs(
+        geometry,
+        MOST_REQUESTS,
+        1,
+        dtype,
+        "cuda",
+        context=context,
+        poison=False,
+        most_tokens=MOST_TOKENS,
+    )
+
+
 class Work:
     """The inputs of a size: one cache, and rotating sets of rows."""
 
-    def __init__(self, geometry: dict[str, int], size: Size) -> None:
+    def __init__(self, geometry: dict[str, int], size: Size, cache: Inputs) -> None:
         self.size = size
         least = size.requests * geometry["selected"] * geometry["kv_heads"]
         least *= TOKEN_BYTES[size.dtype]
-        self.sets = max(1, min(MOST_SETS, 256 // size.requests, int(4 * L2_BYTES // least)))
-        self.whole = make_inputs(
-            geometry,
-            size.requests * self.sets,
+        most = MOST_REQUESTS // size.requests
+        self.sets = max(1, min(MOST_SETS, most, int(4 * L2_BYTES // least)))
+        requests = size.requests * self.sets
+        generator = torch.Generator(device="cuda").manual_seed(size.rows)
+        lists, _ = random_lists(
+            requests,
             size.tokens,
-            size.dtype,
+            size.context,
+            geometry["selected"],
+            size.overlap,
+            generator,
             "cuda",
-            seed=size.rows,
-            context=size.context,
-            overlap=size.overlap,
-            poison=False,
-            most_tokens=MOST_TOKENS,
+        )
+        shape = (requests * size.tokens, geometry["q_heads"], geometry["head_dim"])
+        q, gates = torch.randn(2, *shape, generator=generator, device="cuda").to(torch.bfloat16)
+        self.whole = replace(
+            cache,
+            q=q,
+            selected_tokens=lists,
+            request_indices=torch.arange(requests, device="cuda")
+            .repeat_interleave(size.tokens)
+            .int(),
+            query_positions=None,
+            output_gate=2 * gates,
         )
         self.inputs = [self._part(number) for number in range(self.sets)]
         self.out = [torch.empty_like(each.q) for each in self.inputs]
@@ -91,7 +119,6 @@ class Work:
             q=whole.q[rows],
             selected_tokens=whole.selected_tokens[rows],
             request_indices=whole.request_indices[rows],
-            query_positions=None,
             output_gate=None if whole.output_gate is None else whole.output_gate[rows],
         )
 
@@ -174,12 +201,7 @@ def torch_gather_sdpa(inputs: Inputs, out: torch.Tensor) -> None:
 def tuned(work: Work) -> triton_split_k.Config:
     """The peer's fastest configuration for a size."""
     inputs, out = work.inputs[: min(4, work.sets)], work.out
-    configs = [
-        triton_split_k.Config(tile, warps, splits)
-        for tile, warps in triton_split_k.TILES
-        for splits in triton_split_k.SPLITS
-        if splits == 1 or work.size.rows * splits <= 2048
-    ]
+    configs = triton_split_k.candidates(work.size.rows, inputs[0].k_cache.shape[1])
     arms = {
         str(number): [
             triton_split_k.prepare(each, into, config)
@@ -198,10 +220,13 @@ def agree(name: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def run(
-    pack: specplan.Pack, size: Size, known: dict[tuple[str, int], triton_split_k.Config]
+    pack: specplan.Pack,
+    size: Size,
+    cache: Inputs,
+    known: dict[tuple[str, int], triton_split_k.Config],
 ) -> dict[str, Any]:
     geometry = dict(pack.manifest().problems["sparse_gqa_verify"][PROBLEM])
-    work = Work(geometry, size)
+    work = Work(geometry, size, cache)
     op = pack.sparse_gqa_verify
     words = op.workspace(
         problem=PROBLEM, requests=size.requests, tokens=size.tokens, dtype=size.dtype
@@ -237,7 +262,8 @@ def run(
             partial(torch_gather_sdpa, each, out)
             for each, out in zip(work.inputs[:2], work.out, strict=False)
         ]
-        graph |= measure.graph_times({"torch": arm}, nodes=2, rounds=5)
+        # Ten to fifty times slower than the others, so that few rounds tell it.
+        graph |= measure.graph_times({"torch": arm}, nodes=len(arm), rounds=3)
     union = work.union_bytes()
     row: dict[str, Any] = {
         "dtype": size.dtype,
@@ -263,7 +289,7 @@ def host(pack: specplan.Pack, dtype: str) -> dict[str, Any]:
     """Host time of a call at 4 rows: the compiled function, the op, a bound launch."""
     geometry = dict(pack.manifest().problems["sparse_gqa_verify"][PROBLEM])
     size = Size(dtype, 4, 8192, 0.9)
-    work = Work(geometry, size)
+    work = Work(geometry, size, make_cache(geometry, dtype, size.context))
     op = pack.sparse_gqa_verify
     words = op.workspace(problem=PROBLEM, requests=size.requests, tokens=size.tokens, dtype=dtype)
     space = torch.empty(words, device="cuda")
@@ -313,17 +339,14 @@ def main() -> None:
     pack.prepare()
     begin = time.monotonic()
     known: dict[tuple[str, int], triton_split_k.Config] = {}
-    sizes: Iterable[Size] = (
-        Size(dtype, rows, context, overlap)
-        for context in options.contexts
-        for overlap in options.overlaps
-        for dtype in options.dtypes
-        for rows in options.rows
-    )
+    geometry = dict(pack.manifest().problems["sparse_gqa_verify"][PROBLEM])
     rows = []
-    for size in sizes:
-        rows.append(run(pack, size, known))
-        print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()})
+    for context, dtype in product(options.contexts, options.dtypes):
+        cache = make_cache(geometry, dtype, context)
+        for overlap, count in product(options.overlaps, options.rows):
+            rows.append(run(pack, Size(dtype, count, context, overlap), cache, known))
+            print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()})
+        del cache
         torch.cuda.empty_cache()
     hosts = [host(pack, dtype) for dtype in options.dtypes]
     print(measure.table(hosts))

@@ -29,9 +29,17 @@ class Config:
     splits: int
 
 
-#: What is tried at each size; the fastest speaks for the peer.
-TILES = ((32, 4), (32, 8), (64, 4), (64, 8))
-SPLITS = (1, 2, 4, 8, 16, 32)
+#: Tiles and warps that are tried at each size; the fastest speaks for the peer. One and two warps
+#: are what servers' tables for this arch take.
+TILES = ((32, 1), (64, 2), (32, 4))
+
+
+def candidates(rows: int, kv_heads: int) -> list[Config]:
+    """What is tried at a size: the splits that those tables take there, half and twice as many."""
+    base = rows * kv_heads
+    usual = 64 if base <= 32 else 16 if base <= 64 else 8 if base <= 256 else 4
+    splits = [n for n in (usual // 4, usual // 2, usual, 2 * usual) if 1 <= n <= 64]
+    return [Config(tile, warps, n) for tile, warps in TILES for n in splits]
 
 
 @triton.jit  # type: ignore[misc]

@@ -41,18 +41,22 @@ MAX_SPLITS = 64
 #: after another.
 UNION_LIST = 2176
 UNION_TOKENS = 262144
-#: Tokens of a tile of the inner loop.
-TILE = 64
-#: CTAs that fit an SM at a time: their shared memory is at most 112 KiB.
-RESIDENT = 2
+#: Warps of a CTA by the MMA tiles that its group fills: four, and two CTAs an SM, or eight, and the
+#: SM for itself. On an H200, in us in bf16, NVFP4 and FP8, with 24/2 heads: 128 units of two rows
+#: took 74, 77 and 64 with eight (with four, in an earlier version, 92 and 86 in bf16 and NVFP4);
+#: 128 units of four rows 118, 110 and 98 with four and 107, 105 and 91 with eight; 512 of them 360,
+#: 343 and 294, and 423, 411 and 351. One form for four rows serves both.
+WARPS = {1: 4, 2: 8, 3: 4}
+#: Tokens of a tile of the inner loop for each warp.
+WARP_TOKENS = 16
 #: What a merge costs, in tiles.
 MERGE_TILES = 2
 #: fp32 words of a row of partial results: its sums, and four more of which two are used.
 PARTIAL_WORDS = HEAD_DIM + 4
 #: Fewest units, were every row its own, from which grouping the rows of a request pays. On an H200
-#: with 24/2 heads, 4 rows a request and lists that overlap 90 %: 32 rows (64 units) took 34.9 us
-#: row by row and 37.7 grouped in bf16, 64 rows 60.0 and 49.8; in FP8 29.6 against 37.9, and 47.7
-#: against 45.7.
+#: with 24/2 heads, 4 rows a request and lists that overlap 90 %, in us, row by row and grouped, in
+#: bf16, NVFP4 and FP8: 32 rows (64 units) 37, 36, 31 and 43, 37, 37; 64 rows 64, 62, 51 and 58, 54,
+#: 52.
 GROUPING_UNITS = 96
 
 
@@ -78,23 +82,33 @@ class Launch:
     whole_units: int
 
 
-def _tiles(width: int, splits: int) -> int:
-    return -(-width // (TILE * splits))
+def m_tiles(geometry: Mapping[str, int], group_rows: int) -> int:
+    """MMA tiles that the queries of a group fill."""
+    return -(-group_rows * (geometry["q_heads"] // geometry["kv_heads"]) // MMA_ROWS)
 
 
-def _useful_splits(width: int, most: int) -> int:
+def resident(warps: int) -> int:
+    """CTAs of so many warps that fit an SM at a time."""
+    return 8 // warps
+
+
+def _tiles(width: int, splits: int, warps: int) -> int:
+    return -(-width // (WARP_TOKENS * warps * splits))
+
+
+def _useful_splits(width: int, most: int, warps: int) -> int:
     """The fewest splits, not above ``most``, that give the tiles a CTA which ``most`` would
     give.
     """
-    most = max(1, min(most, MAX_SPLITS, -(-width // TILE)))
-    return -(-width // (TILE * _tiles(width, most)))
+    most = max(1, min(most, MAX_SPLITS, -(-width // (WARP_TOKENS * warps))))
+    return -(-width // (WARP_TOKENS * warps * _tiles(width, most, warps)))
 
 
 def groups(requests: int, tokens: int, group_rows: int) -> int:
     return requests * -(-tokens // group_rows)
 
 
-def group_rows(geometry: Mapping[str, int], requests: int, tokens: int) -> int:
+def group_rows(geometry: Mapping[str, int], requests: int, tokens: int, arch: Arch) -> int:
     """Rows of a group: 1, or an even share of a request's rows that fills few MMA tiles."""
     group = geometry["q_heads"] // geometry["kv_heads"]
     units = requests * tokens * geometry["kv_heads"]
@@ -103,29 +117,36 @@ def group_rows(geometry: Mapping[str, int], requests: int, tokens: int) -> int:
         return 1
     if geometry["selected"] > UNION_LIST or geometry["page_size"] % 4:
         return 1
-    return -(-tokens // -(-tokens // most))
+    rows = -(-tokens // -(-tokens // most))
+    half = -(-rows // 2)
+    halves = groups(requests, tokens, half) * geometry["kv_heads"]
+    if m_tiles(geometry, half) == 2 and 2 * arch.sm_count <= 3 * halves <= 3 * arch.sm_count:
+        # Units of half the rows fill the SMs once: 128 of them took 74, 77 and 64 us (bf16, NVFP4,
+        # FP8), and 64 units of four rows 95, 87 and 82 in four splits.
+        return half
+    return rows
 
 
 def choose(geometry: Mapping[str, int], requests: int, tokens: int, arch: Arch) -> Launch:
     """The launch that the rule takes when nothing is forced."""
-    rows = group_rows(geometry, requests, tokens)
+    rows = group_rows(geometry, requests, tokens, arch)
+    warps = WARPS[m_tiles(geometry, rows)]
     units = groups(requests, tokens, rows) * geometry["kv_heads"]
     width = geometry["selected"]
-    slots = arch.sm_count * RESIDENT
+    slots = arch.sm_count * resident(warps)
     if units < slots:
-        splits = _useful_splits(width, slots // units)
-        if rows > 1 and 10 * units >= 9 * arch.sm_count:
-            # An SM has a unit already, and its second CTA only shares what the first did not leave
-            # idle: 128 units took 116 us whole and 123 us in two splits (bf16), 111 and 108.5
-            # (FP8), 117 and 119.5 (NVFP4).
+        splits = _useful_splits(width, slots // units, warps)
+        if rows > 1 and 2 * units > arch.sm_count:
+            # Most SMs have a unit already. 128 units took 118, 110 and 98 us whole (bf16, NVFP4,
+            # FP8) and 157, 147 and 137 in two splits.
             splits = 1
         return Launch(tokens, rows, splits, units if splits == 1 else 0)
     whole = units // slots * slots
     rest = units - whole
     if rest:
-        splits = _useful_splits(width, slots // rest)
-        full = _tiles(width, 1)
-        split_time = whole // slots * full + _tiles(width, splits) + MERGE_TILES
+        splits = _useful_splits(width, slots // rest, warps)
+        full = _tiles(width, 1, warps)
+        split_time = whole // slots * full + _tiles(width, splits, warps) + MERGE_TILES
         if splits > 1 and split_time < -(-units // slots) * full:
             return Launch(tokens, rows, splits, whole)
     return Launch(tokens, rows, 1, units)
@@ -204,13 +225,12 @@ class _SparseGqaVerify:
             rows = launch.group_rows
             units = groups(requests, tokens, rows) * geometry["kv_heads"]
             launch = Launch(tokens, rows, splits, units if splits == 1 else 0)
-        query_rows = launch.group_rows * geometry["q_heads"] // geometry["kv_heads"]
         return (
             Plan(
                 family=self.name,
                 op=self.name,
                 arch=arch.name,
-                spec=(("dtype", dtype), ("m_tiles", -(-query_rows // MMA_ROWS))),
+                spec=(("dtype", dtype), ("m_tiles", m_tiles(geometry, launch.group_rows))),
                 launch=(
                     ("tokens", launch.tokens),
                     ("group_rows", launch.group_rows),

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from specplan import library
 from specplan.forked import watched
-from specplan.op import ARGUMENT_ERRORS, MOST_REMEMBERED, SHAPE_ERRORS, Op, required
+from specplan.op import (
+    ARGUMENT_ERRORS,
+    CALL_ERRORS,
+    MOST_REMEMBERED,
+    SHAPE_ERRORS,
+    Op,
+    required,
+)
 from specplan.plans import sparse_gqa_verify as planning
 from specplan.plans.manifest import PlanRecord
 from specplan.plans.sparse_gqa_verify import HEAD_DIM, workspace_words
@@ -27,8 +34,11 @@ _NVFP4_TENSORS = 15
 _BLOCK_SCALES = (3, 4)
 #: Where the gate stands, from the end.
 _GATE = -3
-#: The launch of no work: more tokens a request than there are rows.
-_IDLE = (1 << 30, 1, 1, 0)
+#: Where the words of the workspace and the splits stand among the integers, from the end. A call
+#: with 0 splits is checked like any other and launches nothing.
+_WORDS, _SPLITS = -5, -2
+_LINEAR, _INTERLEAVED = planning.VScaleOrder.LINEAR, planning.VScaleOrder.INTERLEAVED
+_BF16, _FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
 class SparseGqaVerify(Op):
@@ -57,11 +67,9 @@ class SparseGqaVerify(Op):
 
     def __init__(self, pack: Pack) -> None:
         super().__init__(pack)
-        # What a call's extents admit: the compiled function, the launch, the workspace's words, the
-        # dtype.
-        self._admitted: dict[tuple[Any, ...], tuple[Any, tuple[int, ...], int, str]] = {}
-        # Sets of buffers, by their addresses and extents, in which the output overlaps nothing.
-        self._apart: set[tuple[Any, ...]] = set()
+        # What a call's extents come to: the compiled function, its last integers, and what to pass
+        # where no workspace is given. ``_picked`` has the same by what the hot path reads.
+        self._admitted: dict[tuple[Any, ...], tuple[Any, tuple[int, ...], Any]] = {}
         self._empty: dict[int, torch.Tensor] = {}
 
     def __call__(
@@ -142,6 +150,91 @@ class SparseGqaVerify(Op):
         True, or a falsy :class:`~specplan.Uncertified`; then nothing was launched. No rows: True.
 
         """
+        # Written out, and by the least that tells the plan: the compiled function compares the
+        # sizes that the plan was picked for with the tensors', and checks the ranges.
+        error: Exception | None = None
+        try:
+            element = k_cache.dtype
+            function, last, nothing = self._picked[
+                q.get_device(), q.numel(), element, tokens, splits
+            ]
+            if element is _BF16:
+                if (
+                    k_scale is None
+                    and v_scale is None
+                    and k_block_scales is None
+                    and v_block_scales is None
+                    and v_scale_order is None
+                ):
+                    function(
+                        q,
+                        k_cache,
+                        v_cache,
+                        block_table,
+                        selected_tokens,
+                        request_indices,
+                        request_indices if valid_count is None else valid_count,
+                        request_indices if query_positions is None else query_positions,
+                        q if output_gate is None else output_gate,
+                        out,
+                        nothing if workspace is None else workspace,
+                        softmax_scale,
+                        0 if valid_count is None else 1,
+                        0 if query_positions is None else 1,
+                        0 if output_gate is None else 1,
+                        *last,
+                    )
+                    return True
+            elif element is _FP8:
+                if k_block_scales is None and v_block_scales is None and v_scale_order is None:
+                    function(
+                        q,
+                        k_cache,
+                        v_cache,
+                        k_scale,
+                        v_scale,
+                        block_table,
+                        selected_tokens,
+                        request_indices,
+                        request_indices if valid_count is None else valid_count,
+                        request_indices if query_positions is None else query_positions,
+                        q if output_gate is None else output_gate,
+                        out,
+                        nothing if workspace is None else workspace,
+                        softmax_scale,
+                        0 if valid_count is None else 1,
+                        0 if query_positions is None else 1,
+                        0 if output_gate is None else 1,
+                        *last,
+                    )
+                    return True
+            elif v_scale_order is _LINEAR or v_scale_order is _INTERLEAVED:
+                function(
+                    q,
+                    k_cache,
+                    v_cache,
+                    k_block_scales,
+                    v_block_scales,
+                    k_scale,
+                    v_scale,
+                    block_table,
+                    selected_tokens,
+                    request_indices,
+                    request_indices if valid_count is None else valid_count,
+                    request_indices if query_positions is None else query_positions,
+                    q if output_gate is None else output_gate,
+                    out,
+                    nothing if workspace is None else workspace,
+                    softmax_scale,
+                    0 if valid_count is None else 1,
+                    0 if query_positions is None else 1,
+                    0 if output_gate is None else 1,
+                    0 if v_scale_order is _LINEAR else 1,
+                    *last,
+                )
+                return True
+        except CALL_ERRORS as caught:
+            error = caught
         made = self._made(
             q,
             k_cache,
@@ -165,15 +258,11 @@ class SparseGqaVerify(Op):
         )
         if not made:
             return made if made is not None else True
-        function, tensors, scalars, _ = made
-        try:
-            function(*tensors, *scalars)
-        except ARGUMENT_ERRORS as error:
-            fitted = self._launched(function, tensors, scalars, scalars, error)
-            return fitted if isinstance(fitted, Uncertified) else True
-        except RuntimeError as error:
-            raise self._failed(error) from error
-        return True
+        function, tensors, scalars = made
+        # With all of it found good, a refusal of ranges is a failed launch.
+        refusal = error if isinstance(error, ARGUMENT_ERRORS) else None
+        answer = self._launched(function, tensors, scalars, scalars, refusal)
+        return answer if isinstance(answer, Uncertified) else True
 
     def bind(
         self,
@@ -224,8 +313,8 @@ class SparseGqaVerify(Op):
         )
         if not made:
             return made if made is not None else _nothing
-        function, tensors, scalars, launch = made
-        idle = (*scalars[: len(scalars) - len(launch)], *_IDLE)
+        function, tensors, scalars = made
+        idle = (*scalars[:_SPLITS], 0, scalars[-1])
         fitted = self._launched(function, tensors, scalars, idle)
         if isinstance(fitted, Uncertified):
             return fitted
@@ -292,8 +381,8 @@ class SparseGqaVerify(Op):
         output_gate: torch.Tensor | None,
         splits: int | None,
     ) -> Any:
-        """(function, tensors, scalars, launch integers), an Uncertified, or None if there are no
-        rows.
+        """(function, tensors, scalars), an Uncertified, or None if there are no rows; every check
+        that the compiled function makes of ranges is made here, too, and says what it found.
         """
         device = -1
         try:
@@ -307,7 +396,9 @@ class SparseGqaVerify(Op):
                 found = self._first(key, splits)
                 if not found:
                     return found
-            function, launch, words, dtype = found
+            function, last, nothing = found
+            words, dtype = last[_WORDS], _DTYPES[k_cache.dtype]
+            self._remember((device, q.numel(), k_cache.dtype, tokens, splits), found)
             wrong = None
             scales: tuple[Any, ...] = ()
             order: tuple[int, ...] = ()
@@ -348,8 +439,7 @@ class SparseGqaVerify(Op):
             if given < words:
                 detail = f"the workspace has {given} words, the call needs {words}"
                 return self._declined(Reason.RANGE, detail, device)
-            if workspace is None:
-                workspace = self._nothing_of(device)
+            space: torch.Tensor = nothing if workspace is None else workspace
             tensors = (
                 q,
                 k_cache,
@@ -362,36 +452,22 @@ class SparseGqaVerify(Op):
                 request_indices if query_positions is None else query_positions,
                 q if output_gate is None else output_gate,
                 out,
-                workspace,
+                space,
             )
-            # The ranges of a set of buffers are worked out once; it is known again by extents, the
-            # output's strides and the addresses of what is as large as an output.
-            buffers = (
-                key,
-                out.stride(),
-                out.data_ptr(),
-                q.data_ptr(),
-                k_cache.data_ptr(),
-                v_cache.data_ptr(),
-                workspace.data_ptr(),
-                0 if output_gate is None else output_gate.data_ptr(),
-            )
-            if buffers not in self._apart:
-                if _overlaps(out, tensors[:-2]) or (words and _overlaps(out, (workspace,))):
-                    wrong = "out overlaps the memory of another argument"
-                elif words and _overlaps(workspace, tensors[:-2]):
-                    wrong = "the workspace overlaps the memory of another argument"
-                elif _folded(out):
-                    wrong = f"rows of out share memory, its strides are {out.stride()}"
-                if wrong is not None:
-                    return self._declined(Reason.ARGUMENT, wrong, device)
-                if len(self._apart) >= MOST_REMEMBERED:
-                    self._apart.clear()
-                self._apart.add(buffers)
+            # What is no tensor is for the compiled module to refuse.
+            inputs = tuple(t for t in tensors[:-2] if isinstance(t, torch.Tensor))
+            if _overlaps(out, inputs) or (words and _overlaps(out, (space,))):
+                wrong = "out overlaps the memory of another argument"
+            elif words and _overlaps(space, inputs):
+                wrong = "the workspace overlaps the memory of another argument"
+            elif _folded(out):
+                wrong = f"rows of out share memory, its strides are {out.stride()}"
+            if wrong is not None:
+                return self._declined(Reason.ARGUMENT, wrong, device)
         except SHAPE_ERRORS as error:
             return self._refused(error, device)
         flags = (valid_count is not None, query_positions is not None, output_gate is not None)
-        return function, tensors, (softmax_scale, *map(int, flags), *order, *launch), launch
+        return function, tensors, (softmax_scale, *map(int, flags), *order, *last)
 
     def _first(self, key: tuple[Any, ...], splits: int | None) -> Any:
         """What a first call of its extents comes to: an entry of ``_admitted``, an Uncertified, or
@@ -418,25 +494,20 @@ class SparseGqaVerify(Op):
             return self._declined(Reason.RANGE, detail, device)
         geometry = (q_heads, cache[1], head_dim, cache[2], width)
         dtype, requests = _DTYPES[element], rows // tokens
-        function = self._resolve(key, device, geometry, dtype, requests, tokens, splits)
-        arch_pack = self._pack._of_device(device)
-        if not function or arch_pack is None:
-            return function
-        picked = self._pack._pick(
-            self.family, self.op, arch_pack, geometry, dtype, requests, tokens, splits
-        )
+        picked = self._chosen(device, geometry, dtype, requests, tokens, splits)
         if isinstance(picked, Uncertified):
             return picked
         launch = picked.launch
-        order = ("tokens", "group_rows", "splits", "whole_units")
         named = dict(zip(_GEOMETRY, geometry, strict=True))
+        words = _words(named, requests, launch)
+        sizes = (requests, q_heads, cache[1], cache[2], width, words)
+        order = ("tokens", "group_rows", "splits", "whole_units")
         if len(self._admitted) >= MOST_REMEMBERED:
             self._admitted.clear()
         found = (
-            function,
-            tuple(launch[name] for name in order),
-            _words(named, requests, launch),
-            dtype,
+            picked.function,
+            (*sizes, *(launch[name] for name in order)),
+            self._nothing_of(device) if words == 0 else None,
         )
         self._admitted[key] = found
         return found
@@ -450,10 +521,12 @@ class SparseGqaVerify(Op):
     def _fit(
         self, function: Any, tensors: tuple[torch.Tensor, ...], integers: tuple[Any, ...]
     ) -> tuple[Any, tuple[torch.Tensor, ...]] | Uncertified | None:
-        """Block scales kept as bytes, and a gate whose heads are one axis, as the module takes
-        them.
+        """Block scales kept as bytes, a gate whose heads are one axis, and a workspace beyond 2^31
+        words as the module takes them.
         """
         fitted = list(tensors)
+        if tensors[-1].numel() >= 1 << 31 and tensors[-1].dim() == 1:
+            fitted[-1] = tensors[-1][: integers[_WORDS]]
         if len(tensors) == _NVFP4_TENSORS:
             for at in _BLOCK_SCALES:
                 if tensors[at].dtype == torch.uint8:
@@ -512,6 +585,7 @@ class SparseGqaVerify(Op):
             1.0,
             *(0, 0, 0),
             *((0,) if dtype == "nvfp4" else ()),
+            *(1, 1, 1, 4, 1, words),
             *(1, 1, 2, 0),
         )
 

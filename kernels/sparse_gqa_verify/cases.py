@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from math import gcd
 from typing import Any
 
 import torch
@@ -372,14 +373,17 @@ def hardened(inputs: Inputs) -> Inputs:
     table = inputs.block_table.clone()
     rows = lists.shape[0]
     lists[0] = lists[0].flip(0)
+    # Steps of a number that has no factor in common with the width visit every place once.
+    places = torch.arange(lists.shape[1], device=lists.device)
+    lists[-1] = lists[-1, places * _coprime(lists.shape[1]) % lists.shape[1]]
     lists[rows // 3, 5] = lists[rows // 3, 9]
     if rows > 2:
         owner[1] = -1
         lists[rows // 2] = -1
     if rows > 4:
         owner[rows - 1] = table.shape[0]
-        table[-1, 3] = -1
-        table[0, 2] = inputs.k_cache.shape[0]
+        table[-1, min(3, table.shape[1] - 1)] = -1
+        table[0, min(2, table.shape[1] - 1)] = inputs.k_cache.shape[0]
         first, second = rows // 4, 3 * rows // 4
         swap = torch.tensor([second, first], device=owner.device)
         owner[[first, second]] = owner[swap]
@@ -391,6 +395,10 @@ def hardened(inputs: Inputs) -> Inputs:
         block_table=table,
         query_positions=None,
     )
+
+
+def _coprime(width: int) -> int:
+    return next(step for step in range(width // 3 + 1, 2 * width) if gcd(step, width) == 1)
 
 
 @dataclass(frozen=True)
@@ -549,19 +557,25 @@ def checks(
 ) -> Iterator[GqaCase]:
     """The cases of a cell: rows as a server has them, and rows that try what a kernel may assume.
 
-    Caches are NHD in every other cell, and V scales are interleaved in the second case.
+    Caches are NHD in every other cell, and V scales are interleaved in the second case. Contexts
+    are such that lists end in tails of 0 to 3 tokens; in every fourth cell the second case stands
+    where a list begins to leave something out, at positions up to 2047, 2048, 2049 or 2050 of a
+    list of 2051.
     """
+    selected = geometry["selected"]
     # Longer than the list, so that something is left out.
-    context = geometry["selected"] + 500
+    longer = selected + 500 + requests % 4
+    edge = selected - 3 + (requests // 4) % 4
 
-    def case(name: str, **options: Any) -> GqaCase:
+    def case(name: str, context: int, **options: Any) -> GqaCase:
         return GqaCase(
             name, geometry, requests, tokens, splits, dtype, device, context=context, **options
         )
 
-    yield case("as served", counted=True, nhd=bool((requests + tokens) % 2))
+    yield case("as served", longer, counted=True, nhd=bool((requests + tokens) % 2))
     order = VScaleOrder.INTERLEAVED if dtype == "nvfp4" else VScaleOrder.LINEAR
-    yield case("hard", hard=True, order=order, overlap=0.5, gated=False)
+    context = edge if requests % 4 == 3 and edge > tokens else longer
+    yield case("hard", context, hard=True, order=order, overlap=0.5, gated=False)
 
 
 def declined(device: torch.device) -> Iterator[tuple[str, dict[str, Any], torch.Tensor]]:

@@ -293,9 +293,8 @@ def store_shared4(address: Int32, words: Words, offset: int = 0) -> None:
     _emit("memory", "", text, "rrrrr", [address, *words], True)
 
 
-def or_shared(address: Int32, bits: Int32, condition: Boolean) -> None:
-    text = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p red.shared.or.b32 [$0], $1; }"
-    _emit("memory", "", text, "rrr", [address, bits, Int32(condition)], True)
+def or_shared(address: Int32, bits: Int32) -> None:
+    _emit("memory", "", "red.shared.or.b32 [$0], $1;", "rr", [address, bits], True)
 
 
 def add_shared(address: Int32, value: Int32) -> None:
@@ -398,8 +397,8 @@ def store_global4_float(address: Int64, values: list[Float32]) -> None:
     _emit("memory", "", text, "lffff", [address, *values], True)
 
 
-def store_global2_float(address: Int64, a: Float32, b: Float32) -> None:
-    _emit("memory", "", "st.global.v2.f32 [$0], {$1, $2};", "lff", [address, a, b], True)
+def store_global_float(address: Int64, value: Float32) -> None:
+    _emit("memory", "", "st.global.f32 [$0], $1;", "lf", [address, value], True)
 
 
 # ----- asynchronous copies ------------------------------------------------------------------------
@@ -436,6 +435,12 @@ def copy4_if(target: Int32, source: Int64, condition: Boolean) -> None:
     """4 bytes to shared memory, or nothing."""
     text = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.ca.shared.global [$0], [$1], 4; }"
     _emit("memory", "", text, "rlr", [target, source, Int32(condition)], True)
+
+
+def prefetch_l2(source: Int64, condition: Boolean) -> None:
+    """Asks for the 128 bytes around an address to be brought to the L2."""
+    text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p prefetch.global.L2 [$0]; }"
+    _emit("memory", "", text, "lr", [source, Int32(condition)], True)
 
 
 def commit() -> None:

@@ -564,6 +564,12 @@ class _Warp:
         value = self.read(o[1]).astype(U32)[live]
         (np.bitwise_or if p[2] == "or" else np.add).at(words, at, value)
 
+    def do_prefetch(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        # Moves nothing that a program sees, but the memory must be there.
+        live = np.ones(32, bool) if mask is None else mask
+        if live.any():
+            self._bytes("global", self._address(o[0], True)[live], 1)
+
     def do_cp(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
         if "commit_group" in n:
             self.groups.append(self.current)

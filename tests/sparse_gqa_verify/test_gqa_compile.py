@@ -20,15 +20,15 @@ def _plan(dtype: str, m_tiles: int, arch: str) -> Plan:
     return Plan(name, name, arch, (("dtype", dtype), ("m_tiles", m_tiles)))
 
 
-def test_two_ctas_fit_an_sm() -> None:
+def test_the_ctas_that_planning_assumes_fit_an_sm() -> None:
     from specplan.kernels.sparse_gqa_verify.kernel import form_of
-    from specplan.plans.sparse_gqa_verify import RESIDENT
+    from specplan.plans.sparse_gqa_verify import resident
 
     for dtype in ("bf16", "fp8_e4m3", "nvfp4"):
         for m_tiles in (1, 2, 3):
             form = form_of(_plan(dtype, m_tiles, "sm_90a"))
             # 228 KiB an SM, of which each CTA takes 1 KiB beside its own.
-            assert RESIDENT * (form.smem_bytes + 1024) <= 233472
+            assert resident(form.warps) * (form.smem_bytes + 1024) <= 233472
             staged = form.m_rows * (256 * 4 + 16)
             assert form.ring_at + staged <= form.smem_bytes
             assert form.lists_at + 4 * 2176 * 4 <= form.smem_bytes

@@ -43,7 +43,7 @@ def _tensor(memory: Memory, tensor: torch.Tensor, dims: int) -> bytes:
 
 
 def _run(ptx: str, dtype: str, case: cases.GqaCase, launch: Launch, eager: bool) -> None:
-    from specplan.kernels.sparse_gqa_verify.kernel import MERGE_THREADS, THREADS, Form
+    from specplan.kernels.sparse_gqa_verify.kernel import MERGE_THREADS, Form
 
     inputs, memory = case.inputs, Memory()
 
@@ -90,9 +90,9 @@ def _run(ptx: str, dtype: str, case: cases.GqaCase, launch: Launch, eager: bool)
     tail = groups(rows // launch.tokens, launch.tokens, launch.group_rows) * kv_heads
     tail -= launch.whole_units
     m_tiles = -(-launch.group_rows * heads // kv_heads // 16)
-    shared = Form(dtype, m_tiles, False).smem_bytes
-    attend = Machine(ptx, "_attend", memory, arguments, shared, eager)
-    attend.run(launch.whole_units + tail * launch.splits, THREADS)
+    form = Form(dtype, m_tiles, False)
+    attend = Machine(ptx, "_attend", memory, arguments, form.smem_bytes, eager)
+    attend.run(launch.whole_units + tail * launch.splits, form.threads)
     if launch.splits > 1:
         arguments = [q, cache, gates, out, space, gated, *numbers]
         merge = Machine(ptx, "_merge", memory, arguments, 4096, eager)
@@ -104,8 +104,10 @@ def _run(ptx: str, dtype: str, case: cases.GqaCase, launch: Launch, eager: bool)
     [
         ("bf16", "sm_90a", 1, 1, Launch(1, 1, 1, 1)),
         ("fp8_e4m3", "sm_90a", 1, 1, Launch(1, 1, 2, 0)),
+        ("fp8_e4m3", "sm_90a", 1, 2, Launch(2, 2, 1, 1)),
         ("nvfp4", "sm_90a", 1, 4, Launch(4, 4, 2, 0)),
         ("nvfp4", "sm_100a", 2, 1, Launch(1, 1, 2, 1)),
+        ("nvfp4", "sm_100a", 1, 2, Launch(2, 2, 1, 1)),
     ],
 )
 def test_device_code_computes_the_reference(
@@ -113,7 +115,8 @@ def test_device_code_computes_the_reference(
 ) -> None:
     m_tiles = -(-launch.group_rows * 12 // 16)
     name = "sparse_gqa_verify"
-    ptx = _compile(Plan(name, name, arch, (("dtype", dtype), ("m_tiles", m_tiles))), tmp_path)
+    spec = (("dtype", dtype), ("m_tiles", m_tiles))
+    ptx = _compile(Plan(name, name, arch, spec), tmp_path)
     checks = cases.checks(PROBLEM, requests, tokens, launch.splits, dtype, "cpu")
     for number, case in enumerate(checks):
         for eager in (False, True) if launch.group_rows == 1 else (False,):

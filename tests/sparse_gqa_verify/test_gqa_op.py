@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from specplan import Reason, Uncertified, UncertifiedCell, library  # noqa: E402
+from specplan import sparse_gqa_verify as op_module  # noqa: E402
 from specplan.kernels.sparse_gqa_verify import cases, reference  # noqa: E402
 from specplan.pack import Pack, _ArchPack  # noqa: E402
 from specplan.plans import catalog, manifest  # noqa: E402
@@ -58,6 +59,7 @@ COMMON = (
     *("output_gate", "out", "workspace", "softmax_scale", "use_valid_count"),
     *("use_query_positions", "use_output_gate"),
 )
+SIZES = ("requests", "q_heads", "kv_heads", "page_size", "width", "words")
 LAUNCH = ("tokens", "group_rows", "splits", "whole_units")
 ELEMENTS = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "nvfp4": torch.uint8}
 
@@ -74,7 +76,8 @@ class Compiled:
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
-        self.names = (*NAMES[dtype], *COMMON, *(("v_interleaved",) * (dtype == "nvfp4")), *LAUNCH)
+        self.names = (*NAMES[dtype], *COMMON, *(("v_interleaved",) * (dtype == "nvfp4")))
+        self.names += (*SIZES, *LAUNCH)
         self.calls: list[dict[str, Any]] = []
         self.captured: list[dict[str, Any]] | None = None
         self.damage: Callable[[dict[str, Any]], object] = lambda call: None
@@ -84,8 +87,8 @@ class Compiled:
             raise TypeError(f"expected {len(self.names)} arguments, got {len(arguments)}")
         call = dict(zip(self.names, arguments, strict=True))
         self.check(call)
-        if call["tokens"] > call["q"].shape[0]:
-            return  # no units
+        if call["splits"] == 0:
+            return
         self.calls.append(call)
         if self.captured is not None:
             self.captured.append(call)
@@ -111,7 +114,7 @@ class Compiled:
                     raise ValueError(f"misaligned {name}")
             return t
 
-        for name in (*COMMON[8:], *self.names[-4:]):
+        for name in (*COMMON[8:], *SIZES, *LAUNCH):
             if not isinstance(call[name], float if name == "softmax_scale" else int):
                 raise TypeError(f"mismatched type on {name}")
         width = HEAD_DIM // 2 if self.dtype == "nvfp4" else HEAD_DIM
@@ -132,7 +135,25 @@ class Compiled:
             tensor(name, torch.int32, (rows,))
         for name in ("output_gate", "out"):
             tensor(name, torch.bfloat16, (rows, heads, HEAD_DIM), 8)
-        tensor("workspace", torch.float32, (None,), 1)
+        (words,) = tensor("workspace", torch.float32, (None,), 1).shape
+        # What the host side refuses by itself: test_gqa_compiled_ranges.py asks it.
+        tensors = [t for t in call.values() if isinstance(t, torch.Tensor)]
+        out, space = tensors[-2:]
+        used = call["words"] > 0
+        _, kv_heads, page_size = extents
+        width = call["selected_tokens"].shape[1]
+        refused = (
+            (call["requests"] * call["tokens"], heads, kv_heads, page_size, width)
+            != (rows, *(call[name] for name in SIZES[1:5]))
+            or not 0 < call["softmax_scale"] < float("inf")
+            or words < call["words"]
+            or (call.get("v_interleaved") and call["v_block_scales"].stride(2) != 16)
+            or op_module._overlaps(out, (*tensors[:-2], *[space] * used))
+            or (used and op_module._overlaps(space, tuple(tensors[:-1])))
+            or op_module._folded(out)
+        )
+        if refused:
+            raise RuntimeError("error 77001")
 
     def run(self, call: dict[str, Any]) -> None:
         order = VScaleOrder.INTERLEAVED if call.get("v_interleaved") else VScaleOrder.LINEAR
@@ -190,6 +211,7 @@ def pack(functions: dict[str, Compiled], monkeypatch: pytest.MonkeyPatch) -> Pac
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (9, 0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda index=None: None)
     monkeypatch.setattr(Pack, "_prepare", lambda *arguments: None)
+    monkeypatch.setattr(SparseGqaVerify, "_nothing_of", lambda op, device: torch.empty(0))
     monkeypatch.setattr(library, "tvm_ffi", lambda: SimpleNamespace(from_dlpack=lambda t: t))
     return Pack([arch_pack], candidates=True)
 
@@ -250,8 +272,22 @@ def test_forced_splits_are_launched(pack: Pack, functions: dict[str, Compiled]) 
     assert answer.reason is Reason.NOT_IN_CATALOG
 
 
-def test_no_workspace_where_nothing_is_split(pack: Pack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SparseGqaVerify, "_nothing_of", lambda op, device: torch.empty(0))
+def test_calls_that_look_alike_to_the_hot_path_are_told_apart(pack: Pack) -> None:
+    """Four rows of 6 heads and one of 24 have as many elements: the compiled function refuses the
+    other's sizes, and the call is looked up anew.
+    """
+    model = CATALOG.problems["sparse_gqa_verify"]["model"]
+    made = [
+        cases.GqaCase("small", SMALL, 4, 1, 64, "bf16", "cpu", context=160),
+        cases.GqaCase("model", model, 1, 1, 64, "bf16", "cpu", context=160),
+    ]
+    for case in (made[0], made[1], made[0], made[0], made[1]):
+        case._poison()
+        assert pack.sparse_gqa_verify(**call_of(case)) is True
+        assert passed(case, case.expect())
+
+
+def test_no_workspace_where_nothing_is_split(pack: Pack) -> None:
     case = case_of("bf16")
     assert pack.sparse_gqa_verify(**call_of(case, splits=1, workspace=None)) is True
     assert pack.sparse_gqa_verify.bind(**call_of(case, splits=1, workspace=None))
@@ -322,11 +358,9 @@ def test_declined_calls_say_why_and_launch_nothing(
         ({"query_positions": arguments["query_positions"].long()}, Reason.ARGUMENT, "dtype"),
         ({"block_table": None}, Reason.ARGUMENT, "no tensor"),
     ]
-    if not warm:
-        # Buffers are known again by the larger of them.
-        within = arguments["workspace"][:6].view(torch.int32)
-        change = {"request_indices": within}
-        expected.insert(0, (change, Reason.ARGUMENT, "the workspace overlaps"))
+    within = arguments["workspace"][:6].view(torch.int32)
+    overlap = {"request_indices": within}
+    expected.append((overlap, Reason.ARGUMENT, "the workspace overlaps"))
     for changes, reason, said in expected:
         for ask in (op, op.bind):
             answer = ask(**call_of(case, **changes))

@@ -8,9 +8,10 @@ from specplan.plans.sparse_gqa_verify import (
     FAMILY,
     MAX_M_TILES,
     MAX_SPLITS,
-    RESIDENT,
+    WARPS,
     choose,
     groups,
+    resident,
     workspace_words,
 )
 
@@ -37,16 +38,17 @@ def test_every_cell_has_a_launch_that_covers_its_units(problem: dict[str, int], 
             assert 1 <= launch.group_rows <= tokens
             assert 1 <= launch.splits <= MAX_SPLITS
             assert 0 <= launch.whole_units <= units
-            if launch.splits == 1:
-                assert launch.whole_units == units
-            elif launch.whole_units:
-                assert launch.whole_units % (sms * RESIDENT) == 0
-                assert (units - launch.whole_units) * launch.splits <= sms * RESIDENT
-            else:
-                assert units * launch.splits <= sms * RESIDENT
             (plan,) = FAMILY.plans(problem, requests, tokens, launch.splits, "bf16", arch)
             assert 1 <= plan.int("m_tiles") <= MAX_M_TILES
             assert plan.int("splits") == launch.splits
+            slots = sms * resident(WARPS[plan.int("m_tiles")])
+            if launch.splits == 1:
+                assert launch.whole_units == units
+            elif launch.whole_units:
+                assert launch.whole_units % slots == 0
+                assert (units - launch.whole_units) * launch.splits <= slots
+            else:
+                assert units * launch.splits <= slots
 
 
 def test_few_device_functions_serve_all_cells() -> None:
