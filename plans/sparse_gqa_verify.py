@@ -8,11 +8,11 @@ a group fills, and the rest are launch integers:
 
 ``tokens``       rows of a request, which are consecutive
 ``group_rows``   rows of a group; a request has ``ceil(tokens / group_rows)`` groups
-``whole_units``  units that one CTA takes alone, the first ones
+``whole_units``  units that one CTA takes alone, the first ones, before others are split
 ``splits``       CTAs that share each unit beyond those
 
-One-split: all units are whole. All-split with merge: none is. Split last wave: full waves of whole
-units, and the remainder split so that the last wave ends sooner.
+One-split: a CTA a unit, ``splits`` 1. All-split with merge: no unit is whole. Split last wave: full
+waves of whole units, and the remainder split so that the last wave ends sooner.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def choose(geometry: Mapping[str, int], requests: int, tokens: int, arch: Arch) 
             # Most SMs have a unit already. 128 units took 118, 110 and 98 us whole (bf16, NVFP4,
             # FP8) and 157, 147 and 137 in two splits.
             splits = 1
-        return Launch(tokens, rows, splits, units if splits == 1 else 0)
+        return Launch(tokens, rows, splits, 0)
     whole = units // slots * slots
     rest = units - whole
     if rest:
@@ -149,7 +149,7 @@ def choose(geometry: Mapping[str, int], requests: int, tokens: int, arch: Arch) 
         split_time = whole // slots * full + _tiles(width, splits, warps) + MERGE_TILES
         if splits > 1 and split_time < -(-units // slots) * full:
             return Launch(tokens, rows, splits, whole)
-    return Launch(tokens, rows, 1, units)
+    return Launch(tokens, rows, 1, 0)
 
 
 def workspace_words(
@@ -222,9 +222,7 @@ class _SparseGqaVerify:
             raise ValueError(f"splits is {splits}; it must be between 1 and {MAX_SPLITS}")
         launch = choose(geometry, requests, tokens, arch)
         if splits != launch.splits:
-            rows = launch.group_rows
-            units = groups(requests, tokens, rows) * geometry["kv_heads"]
-            launch = Launch(tokens, rows, splits, units if splits == 1 else 0)
+            launch = Launch(tokens, launch.group_rows, splits, 0)
         return (
             Plan(
                 family=self.name,

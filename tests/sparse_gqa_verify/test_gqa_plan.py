@@ -43,7 +43,7 @@ def test_every_cell_has_a_launch_that_covers_its_units(problem: dict[str, int], 
             assert plan.int("splits") == launch.splits
             slots = sms * resident(WARPS[plan.int("m_tiles")])
             if launch.splits == 1:
-                assert launch.whole_units == units
+                assert launch.whole_units == 0
             elif launch.whole_units:
                 assert launch.whole_units % slots == 0
                 assert (units - launch.whole_units) * launch.splits <= slots
@@ -77,9 +77,8 @@ def test_all_three_variants_are_reached() -> None:
 def test_forced_splits_are_kept(splits: int) -> None:
     (plan,) = FAMILY.plans(MODEL, 16, 4, splits, "nvfp4", H200)
     assert plan.int("splits") == splits
-    units = groups(16, 4, plan.int("group_rows")) * 2
     if splits != FAMILY.splits(MODEL, 16, 4, "nvfp4", H200):
-        assert plan.int("whole_units") == (units if splits == 1 else 0)
+        assert plan.int("whole_units") == 0
 
 
 def test_splits_out_of_range_are_refused() -> None:
