@@ -40,9 +40,14 @@ CTAS_PER_SM = 4
 #: Resident CTAs an SM that the registers of a shape allow without spills: 128 a thread, 168 with 32
 #: rows a warp.
 RESIDENT = {1: 3, 2: 4, 4: 4, 8: 6}
-#: The same where heads are grouped, with up to 255 registers: 114 us at 256 requests, where three
-#: CTAs with 168 registers took 125.
+#: The same where heads are grouped, with up to 255 registers.
 RESIDENT_GROUPED = 2
+#: Buffers for a CTA's part of a head's state: one in use and one or two under way.
+STAGES, STAGES_GROUPED = 2, 3
+#: Heads an SM from which on they are grouped.
+GROUPED_HEADS = 4
+#: The fewest splits of a state that is wider than 16 bits.
+LEAST_SPLITS = {"bf16": 1, "fp32": 2}
 #: Shared memory of a CTA besides its part of the state: K_hist and the operand of keys and queries,
 #: 16 x 128 bf16 each.
 OPERANDS = 2 * 16 * HEAD * 2
@@ -50,29 +55,29 @@ OPERANDS = 2 * 16 * HEAD * 2
 RESERVED = 1024
 
 
-def shared_memory(dtype: str, splits: int) -> int:
-    """Bytes of one CTA: two buffers for its part of a head's state, and the operands."""
-    return 2 * (HEAD // splits) * HEAD * ELEMENT[dtype] + OPERANDS
+def shared_memory(dtype: str, splits: int, grouped: bool) -> int:
+    """Bytes of one CTA: its buffers for its part of a head's state, and the operands; of two units
+    where heads are grouped.
+    """
+    state = (HEAD // splits) * HEAD * ELEMENT[dtype]
+    return STAGES_GROUPED * state + 2 * OPERANDS if grouped else STAGES * state + OPERANDS
 
 
 def resident(dtype: str, splits: int, grouped: bool, arch: Arch) -> int:
     """CTAs that one SM of ``arch`` holds at a time."""
     by_registers = RESIDENT_GROUPED if grouped else RESIDENT[splits]
-    return max(1, min(by_registers, arch.smem_per_sm // (shared_memory(dtype, splits) + RESERVED)))
+    bytes_each = shared_memory(dtype, splits, grouped) + RESERVED
+    return max(1, min(by_registers, arch.smem_per_sm // bytes_each))
 
 
 def is_grouped(
     geometry: Mapping[str, int], requests: int, splits: int, dtype: str, arch: Arch
 ) -> bool:
-    """Whether a CTA takes all value heads of a key head: where that still gives every resident CTA
-    work.
-
-    Only for states of 16 bits without splits: with a wider state the two forms took the same time.
+    """Whether a CTA takes consecutive heads together, those of a key head with one set of operands:
+    where every resident CTA then still has a few.
     """
-    ratio = geometry["value_heads"] // geometry["key_heads"]
-    if ratio == 1 or splits > 1 or ELEMENT[dtype] > 2:
-        return False
-    return requests * geometry["key_heads"] >= RESIDENT_GROUPED * arch.sm_count
+    heads = requests * geometry["value_heads"]
+    return splits == LEAST_SPLITS[dtype] and heads * splits >= GROUPED_HEADS * arch.sm_count
 
 
 class CommitterError(RuntimeError):
@@ -85,6 +90,10 @@ class CommitterError(RuntimeError):
 #: The committers among the ops, by the name under which they claim cursors.
 VERIFY = "gdn_replay.verify"
 MATERIALIZE = "gdn_replay.materialize in place"
+
+
+#: Every (key heads, value heads, dtype, device) so far, numbered.
+_KEYS: dict[tuple[int, int, str, int], int] = {}
 
 
 class Cursors:
@@ -107,7 +116,7 @@ class Cursors:
         For a geometry or dtype that the family does not have.
     """
 
-    __slots__ = ("_bank", "_committer", "_hist_len", "dtype", "geometry", "key")
+    __slots__ = ("_committer", "device", "dtype", "geometry", "key", "tensors", "verify_key")
 
     def __init__(
         self, hist_len: Any, bank: Any, *, key_heads: int, value_heads: int, dtype: str = "bf16"
@@ -118,21 +127,25 @@ class Cursors:
             raise ValueError(
                 f"value_heads {value_heads} is not a positive multiple of key_heads {key_heads}"
             )
-        self._hist_len, self._bank = hist_len, bank
+        self.tensors = (hist_len, bank)
         self.geometry = (key_heads, value_heads)
         self.dtype = dtype
-        self.key = (key_heads, value_heads, dtype)
+        self.device: int = hist_len.get_device()
+        #: What a call needs to know of the cursors, as one number.
+        self.key = _KEYS.setdefault((key_heads, value_heads, dtype, self.device), len(_KEYS))
+        #: The same once the verify op is the one that commits; until then no key of anything.
+        self.verify_key: int | None = None
         self._committer: str | None = None
 
     @property
     def hist_len(self) -> Any:
         """Live records of each slot."""
-        return self._hist_len
+        return self.tensors[0]
 
     @property
     def bank(self) -> Any:
         """The bank that holds them."""
-        return self._bank
+        return self.tensors[1]
 
     @property
     def committer(self) -> str | None:
@@ -149,6 +162,8 @@ class Cursors:
         """
         if self._committer is None:
             self._committer = committer
+            if committer == VERIFY:
+                self.verify_key = self.key
         elif self._committer != committer:
             raise CommitterError(
                 f"{committer} would commit histories that {self._committer} commits already; a "
@@ -244,7 +259,7 @@ class GdnReplay:
         requests.)
         """
         heads = requests * geometry["value_heads"]
-        least = 2 if ELEMENT[dtype] > 2 else 1
+        least = LEAST_SPLITS[dtype]
         fitting = [n for n in SPLITS if n >= least and heads * n <= CTAS_PER_SM * arch.sm_count]
         return fitting[-1] if fitting else least
 
@@ -267,7 +282,6 @@ class GdnReplay:
         rows, warps = SHAPE[splits]
         grouped = is_grouped(geometry, requests, splits, dtype, arch)
         held = resident(dtype, splits, grouped, arch)
-        ratio = geometry["value_heads"] // geometry["key_heads"]
         verify = Plan(
             self.name,
             "verify",
@@ -278,9 +292,10 @@ class GdnReplay:
                 ("rows", rows),
                 ("warps", warps),
                 ("grouped", grouped),
+                ("stages", STAGES_GROUPED if grouped else STAGES),
                 ("resident", held),
             ),
-            launch=(("heads", ratio if grouped else 1), ("ctas", held * arch.sm_count)),
+            launch=(("ctas", held * arch.sm_count),),
         )
         return (
             verify,

@@ -91,7 +91,7 @@ class Module:
             wrong = refusal(tensor, *wanted, extents)
             if wrong:
                 raise ValueError(f"mismatched {name}: {wrong}")
-        kinds = {"verify": (float, int, int), "advance": (int,)}.get(self.op, ())
+        kinds = {"verify": (float, int), "advance": (int,)}.get(self.op, ())
         if len(numbers) != len(kinds) or not all(map(isinstance, numbers, kinds)):
             raise TypeError(f"mismatched numbers {numbers}")
         self.launches.append(arguments)
