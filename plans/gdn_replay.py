@@ -1,7 +1,7 @@
 """Planning rule of ``gdn_replay``: how many CTAs share a head's value rows, and how many heads one
 CTA takes together.
 
-A head's 128 value rows are independent of each other, so any of 1, 2, 4 or 8 CTAs may share them;
+A head's 128 value rows are independent of each other, so any of 1, 2 or 4 CTAs may share them;
 what each part repeats is the work on keys, queries and the history's keys. Few heads need splits to
 spread the state over the device, many heads want none, and very many also share that work among the
 value heads of a key head. The result is the same bits for every choice.
@@ -29,38 +29,40 @@ from specplan.plans.plan import Plan
 HEAD = 128
 #: Records of a history bank.
 WINDOW = 16
-SPLITS = (1, 2, 4, 8)
+SPLITS = (1, 2, 4)
 #: Compiled token capacities: a launch of T tokens takes the smallest that holds it.
 TOKENS = (4, 8)
 ELEMENT = {"bf16": 2, "fp32": 4}
 #: Value rows of one warp and warps of one CTA, by splits: rows * warps * splits = 128.
-SHAPE = {1: (32, 4), 2: (16, 4), 4: (8, 4), 8: (8, 2)}
-#: Splits are doubled while the CTAs are no more than this times the SMs.
+SHAPE = {1: (32, 4), 2: (16, 4), 4: (8, 4)}
+#: The splits of few heads, while their CTAs are no more than this times the SMs: all are resident
+#: at once. Otherwise the fewest: a wider state has at least two (two buffers of an unsplit head
+#: leave one CTA an SM: 85 us against 60 at 64 requests).
+MOST_SPLITS, LEAST_SPLITS = {"bf16": 2, "fp32": 4}, {"bf16": 1, "fp32": 2}
 CTAS_PER_SM = 4
 #: Resident CTAs an SM that the registers of a shape allow without spills: 128 a thread, 168 with 32
 #: rows a warp.
-RESIDENT = {1: 3, 2: 4, 4: 4, 8: 6}
+RESIDENT = {1: 3, 2: 4, 4: 4}
 #: The same where heads are grouped, with up to 255 registers.
 RESIDENT_GROUPED = 2
-#: Buffers for a CTA's part of a head's state: one in use and one or two under way.
-STAGES, STAGES_GROUPED = 2, 3
-#: Heads an SM from which on they are grouped.
-GROUPED_HEADS = 4
-#: The fewest splits of a state that is wider than 16 bits.
-LEAST_SPLITS = {"bf16": 1, "fp32": 2}
+#: Heads (or halves of them) are grouped where there are more than this an SM: so many single ones
+#: are resident at once.
+SINGLE_PER_SM = 3
 #: Shared memory of a CTA besides its part of the state: K_hist and the operand of keys and queries,
 #: 16 x 128 bf16 each.
 OPERANDS = 2 * 16 * HEAD * 2
+#: Keys and queries of 8 tokens.
+RAW = 2 * 8 * HEAD * 2
 #: What the driver reserves of an SM's shared memory for each CTA.
 RESERVED = 1024
 
 
 def shared_memory(dtype: str, splits: int, grouped: bool) -> int:
-    """Bytes of one CTA: its buffers for its part of a head's state, and the operands; of two units
-    where heads are grouped.
+    """Bytes of one CTA: two buffers for its part of a head's state, and the operands; where heads
+    are grouped those of two units, and raw keys and queries.
     """
-    state = (HEAD // splits) * HEAD * ELEMENT[dtype]
-    return STAGES_GROUPED * state + 2 * OPERANDS if grouped else STAGES * state + OPERANDS
+    state = 2 * (HEAD // splits) * HEAD * ELEMENT[dtype]
+    return state + 2 * OPERANDS + RAW if grouped else state + OPERANDS
 
 
 def resident(dtype: str, splits: int, grouped: bool, arch: Arch) -> int:
@@ -73,11 +75,9 @@ def resident(dtype: str, splits: int, grouped: bool, arch: Arch) -> int:
 def is_grouped(
     geometry: Mapping[str, int], requests: int, splits: int, dtype: str, arch: Arch
 ) -> bool:
-    """Whether a CTA takes consecutive heads together, those of a key head with one set of operands:
-    where every resident CTA then still has a few.
-    """
-    heads = requests * geometry["value_heads"]
-    return splits == LEAST_SPLITS[dtype] and heads * splits >= GROUPED_HEADS * arch.sm_count
+    """Whether a CTA takes consecutive heads together, those of a key head with one set of operands."""
+    parts = requests * geometry["value_heads"] * splits
+    return splits == LEAST_SPLITS[dtype] and parts > SINGLE_PER_SM * arch.sm_count
 
 
 class CommitterError(RuntimeError):
@@ -252,16 +252,11 @@ class GdnReplay:
     def splits(
         self, geometry: Mapping[str, int], requests: int, tokens: int, dtype: str, arch: Arch
     ) -> int:
-        """The most splits whose CTAs stay within a few for each SM; at least 2 for a state wider
-        than 16 bits.
-
-        (Two buffers of an unsplit head of fp32 leave one CTA an SM: 85 us against 60 at 64
-        requests.)
-        """
+        """Few heads are split, to spread their state over the device; many are not."""
         heads = requests * geometry["value_heads"]
-        least = LEAST_SPLITS[dtype]
-        fitting = [n for n in SPLITS if n >= least and heads * n <= CTAS_PER_SM * arch.sm_count]
-        return fitting[-1] if fitting else least
+        most = MOST_SPLITS[dtype]
+        fits = heads * most <= CTAS_PER_SM * arch.sm_count
+        return most if fits else LEAST_SPLITS[dtype]
 
     def plans(
         self,
@@ -292,7 +287,6 @@ class GdnReplay:
                 ("rows", rows),
                 ("warps", warps),
                 ("grouped", grouped),
-                ("stages", STAGES_GROUPED if grouped else STAGES),
                 ("resident", held),
             ),
             launch=(("ctas", held * arch.sm_count),),

@@ -182,10 +182,21 @@ class Share:
         self.token = thread // self.threads % 8  # from 128 threads on, two make the same
         self.first = thread % self.threads
         self.chunks = range(0, 2 * HEAD // 16, self.threads)
+        self.plane = warps * LANES * 16  # bytes of one chunk of every thread
 
     def load(self, row: Int64, live: Boolean) -> list[list[Int32]]:
         start = row + Int64(self.first * 16)
         return [ptx.load_constant(start + Int64(chunk * 16), 4, live) for chunk in self.chunks]
+
+    def request(self, to: Int32, row: Int64, live: Boolean) -> None:
+        """``load`` by way of shared memory that this thread has for itself."""
+        start = row + Int64(self.first * 16)
+        for i, chunk in enumerate(self.chunks):
+            ptx.copy_async_or_zero(to + i * self.plane, start + Int64(chunk * 16), live)
+
+    def take(self, at: Int32) -> list[list[Int32]]:
+        """What was requested, once this thread has waited for it."""
+        return [ptx.load_shared(at, i * self.plane) for i in range(len(self.chunks))]
 
 
 def normalize(share: Share, raw: list[list[Int32]], scale: Float32) -> list[list[Int32]]:
@@ -361,6 +372,10 @@ class Tile:
             for pair in range(self.rows // 2):
                 ptx.copy_async(to, pair * 512, here, pair * 512)
 
+    def prefetch(self, source: Int64, leads: Boolean) -> None:
+        """Brings the tile to L2, by one lane."""
+        ptx.prefetch_l2(source, self.bytes, leads)
+
     def lane_bases(self, shared: Int32, lane: Lane) -> tuple[Int32, Int32]:
         """Addresses of the lane's first two chunks of tile 0; later ones lie at constant offsets
         from them.
@@ -527,23 +542,50 @@ def shared_products(
     return C, M
 
 
-def add_history(
-    R: list[list[Float32]], C: list[list[Float32]], weights: Weights, deltas: list[list[Int32]]
-) -> list[list[Float32]]:
-    """H = e^(G_P) R + (w o C) U_hist. The accumulators of C are the row operand of this product,
-    lane by lane.
+class Coefficients:
+    """What a head's rows are combined with, the same for all value rows and without its state:
+
+    ``past``: w o C as two bf16 terms each of a row operand, which the accumulators of C are, lane
+    by lane. ``A``, ``B``: what this lane's token takes of the deltas of tokens 2 quad and 2 quad +
+    1, for u and for y. ``since``: e^c.
     """
-    w = weights.weight
-    terms = [
-        ptx.split(C[half][2 * x] * w[2 * half], C[half][2 * x + 1] * w[2 * half + 1])
-        for half in range(2)
-        for x in range(2)
-    ]
+
+    def __init__(
+        self,
+        lane: Lane,
+        gates: Gates,
+        weights: Weights,
+        C: list[list[Float32]],
+        M: list[Float32],
+    ) -> None:
+        w = weights.weight
+        self.past = [
+            ptx.split(C[half][2 * x] * w[2 * half], C[half][2 * x + 1] * w[2 * half + 1])
+            for half in range(2)
+            for x in range(2)
+        ]
+        zero = Float32(0.0)
+        self.A, self.B = [], []
+        for i in range(2):
+            s = lane.quad * 2 + i
+            decay = ptx.exp(gates.c - ptx.shuffle(gates.c, s * 4))
+            self.A.append(ptx.select(s < lane.token, gates.beta * decay * M[i], zero))
+            self.B.append(ptx.select(s <= lane.token, decay * M[2 + i], zero))
+        self.since = ptx.exp(gates.c)
+        self.beta = gates.beta
+        self.decay = weights.decay
+
+
+def add_history(
+    R: list[list[Float32]], coefficients: Coefficients, deltas: list[list[Int32]]
+) -> list[list[Float32]]:
+    """H = e^(G_P) R + (w o C) U_hist."""
     H = []
     for tile, products in enumerate(R):
-        acc = [weights.decay * x for x in products]
+        acc = [coefficients.decay * x for x in products]
         for term in range(2):
-            acc = ptx.mma(acc, [t[term] for t in terms], (deltas[0][tile], deltas[1][tile]))
+            row = [t[term] for t in coefficients.past]
+            acc = ptx.mma(acc, row, (deltas[0][tile], deltas[1][tile]))
         H.append(acc)
     return H
 
@@ -551,37 +593,30 @@ def add_history(
 def substitute(
     lane: Lane,
     tokens: int,
-    gates: Gates,
+    coefficients: Coefficients,
     values: list[Int32],
-    M: list[Float32],
     H: list[list[Float32]],
 ) -> tuple[list[Float32], list[Float32]]:
     """u and y of the lane's token, at the lane's value rows, by forward substitution over the
     tokens.
     """
-    zero = Float32(0.0)
-    A, B = [], []
-    for i in range(2):
-        s = lane.quad * 2 + i
-        decay = ptx.exp(gates.c - ptx.shuffle(gates.c, s * 4))
-        A.append(ptx.select(s < lane.token, gates.beta * decay * M[i], zero))
-        B.append(ptx.select(s <= lane.token, decay * M[2 + i], zero))
-
-    since = ptx.exp(gates.c)
     u, y = [], []
+    since, beta = coefficients.since, coefficients.beta
     for tile, acc in enumerate(H):
         v = ptx.low(values[tile]), ptx.high(values[tile])
         for i in range(2):
-            u.append(gates.beta * (v[i] - since * acc[i]))
+            u.append(beta * (v[i] - since * acc[i]))
             y.append(since * acc[2 + i])
 
     row = lane.index & -4
     for s in range(tokens):
-        a = ptx.shuffle(A[s % 2], row + s // 2)
-        b = ptx.shuffle(B[s % 2], row + s // 2)
+        a = ptx.shuffle(coefficients.A[s % 2], row + s // 2)
+        b = ptx.shuffle(coefficients.B[s % 2], row + s // 2)
         reached = lane.token >= s
         for x in range(len(u)):
-            known = ptx.select(reached, ptx.shuffle(u[x], lane.quad + 4 * s), zero)
+            known = ptx.select(
+                reached, ptx.shuffle(u[x], lane.quad + 4 * s), Float32(0.0)
+            )
             y[x] = y[x] + b * known
             if s < tokens - 1:
                 u[x] = u[x] - a * known
@@ -616,7 +651,6 @@ class Verify:
         rows: int,
         warps: int,
         grouped: bool,
-        stages: int,
         resident: int,
     ) -> None:
         self.wide = STATE[state] is Float32
@@ -624,12 +658,13 @@ class Verify:
         self.rows = rows
         self.warps = warps
         self.grouped = grouped
-        self.stages = stages
         self.resident = resident
         self.tile = Tile(self.wide, rows)
         self.parts = HEAD // (rows * warps)
-        self.operands = (Shared16.BYTES + Operand.BYTES) * (2 if grouped else 1)
-        self.shared_memory = stages * warps * self.tile.bytes + self.operands
+        self.pair = Shared16.BYTES + Operand.BYTES
+        self.raw = 2 * 16 * max(8 * HEAD * 2 // 16, warps * LANES)  # keys and queries of 8 tokens
+        self.operands = 2 * self.pair + self.raw if grouped else self.pair
+        self.shared_memory = 2 * warps * self.tile.bytes + self.operands
 
     @cute.jit
     def __call__(
@@ -705,12 +740,15 @@ class Verify:
         records = Shared16(shared)
         X = Operand(shared + Shared16.BYTES)
         buffer = shared + self.operands + warp * (2 * self.tile.bytes)
-        ptx.wait_for_previous_grid()
-        ptx.let_next_grid_launch()
-
         # a unit is (row n, head and part within the row); *_1 belong to the unit after this one,
         # *_2 to the one after that
         n, within = cta // row_units, cta % row_units
+        early = early_slot(slot, n, state)
+        if early >= 0:
+            self.tile.prefetch(self.tile_address(state, early, within, warp), thread % LANES == 0)
+        ptx.wait_for_previous_grid()
+        ptx.let_next_grid_launch()
+
         n_1, within_1 = advance_unit(n, within, step_row, step_unit, row_units)
         s = ptx.load(element_address(slot, n), 1)[0]
         s_1 = row_slot(slot, n_1, rows)
@@ -778,12 +816,6 @@ class Verify:
                     (part == 0) & (head == key_head * ratio) & (share.token < tokens),
                 )
                 to_record = to_record + lane.token
-                ptx.copy_async_wait(1)
-                ptx.sync_cta()
-
-                C, M = shared_products(lane, X, records)
-                bases = self.tile.lane_bases(buffer + parity * self.tile.bytes, lane)
-                R = state_products(lane, X, self.tile.reader(bases))
                 gates = Gates(raw, lane, live)
                 weights = Weights(decays, lane, cursor)
                 base = ptx.select(commits, Float32(0.0), weights.total)
@@ -793,8 +825,15 @@ class Verify:
                     live & (first_row == 0) & (lane.quad == 0),
                 )
                 U = delta_columns(lane, deltas)
-                H = add_history(R, C, weights, U)
-                u, y = substitute(lane, self.tokens, gates, values, M, H)
+                ptx.copy_async_wait(1)
+                ptx.sync_cta()
+
+                C, M = shared_products(lane, X, records)
+                coefficients = Coefficients(lane, gates, weights, C, M)
+                bases = self.tile.lane_bases(buffer + parity * self.tile.bytes, lane)
+                R = state_products(lane, X, self.tile.reader(bases))
+                H = add_history(R, coefficients, U)
+                u, y = substitute(lane, self.tokens, coefficients, values, H)
                 head_out = element_address(out, n, lane.token, head, column)
                 ptx.store(head_out, pack_all(y), live)
                 ptx.store(head_u + Int64(to_record * (HEAD * 2) + column * 2), pack_all(u), live)
@@ -847,10 +886,7 @@ class Verify:
         part = cta % self.parts
         first_row = (part * self.warps + thread // LANES) * self.rows
         shared = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint()
-        buffer = shared + self.operands + thread // LANES * (self.stages * self.tile.bytes)
-        ptx.wait_for_previous_grid()
-        ptx.let_next_grid_launch()
-
+        buffer = shared + self.operands + thread // LANES * (2 * self.tile.bytes)
         # This CTA's share: ``left`` heads from ``head`` of row n on. *_1 and *_2 belong to the rows
         # after row n.
         shares, index, heads = ctas // self.parts, cta // self.parts, rows * value_heads
@@ -858,10 +894,22 @@ class Verify:
         start = left * index + cutlass.min(index, heads % shares)
         left = left + Int32(index < heads % shares)
         n, head = start // value_heads, start % value_heads
+        early, early_1 = early_slot(slot, n, state), early_slot(slot, n + 1, state)
+        for i in cutlass.range_constexpr(2):
+            s_t, tile_at = self.tile_ahead(
+                state, (early, early_1, Int32(-1)), head + i, first_row, value_heads, i < left
+            )
+            if s_t >= 0:
+                self.tile.prefetch(tile_at, thread % LANES == 0)
+        ptx.wait_for_previous_grid()
+        ptx.let_next_grid_launch()
+
+        self.request_keys(shared, thread, q, k, n, (head * per_ratio) >> 16)
+        ptx.copy_async_commit()
         s = ptx.load(element_address(slot, n), 1)[0]
         s_1, s_2 = row_slot(slot, n + 1, rows), row_slot(slot, n + 2, rows)
         length, current = cursor_of(hist_len, bank, s)
-        for i in cutlass.range_constexpr(self.stages):
+        for i in cutlass.range_constexpr(2):
             s_t, tile_at = self.tile_ahead(
                 state, (s, s_1, s_2), head + i, first_row, value_heads, i < left
             )
@@ -869,16 +917,15 @@ class Verify:
                 self.tile.request(buffer + i * self.tile.bytes, tile_at, thread % LANES)
             ptx.copy_async_commit()
         length_1, current_1 = cursor_of(hist_len, bank, s_1)
-        raw_k, raw_q = self.request_keys(thread, q, k, n, (head * per_ratio) >> 16, s >= 0)
         raw_K = RecordShare(thread, self.warps).load(
             element_address(rec_k, s, (head * per_ratio) >> 16), Cursor(length, current), s >= 0
         )
-        next_v, next_raw, next_G, next_u = self.request_head(
+        next_v, next_token, next_G, next_u = self.request_head(
             Lane(thread % LANES, self.rows // 8), Cursor(length, current),
             v, a, b, A_log, dt_bias, rec_u, rec_G, n, s, head, first_row, s >= 0,
         )  # fmt: skip
         RecordShare(thread, self.warps).store(Shared16(shared), raw_K)
-        ptx.copy_async_wait(self.stages - 1)
+        ptx.copy_async_wait(1)
         parity, at = Int32(0), Int32(0)
 
         while left > 0:
@@ -887,18 +934,20 @@ class Verify:
             live = lane.token < tokens
             column = first_row + lane.result_row
             share = Share(me, self.warps)
-            operands = shared + parity * (Shared16.BYTES + Operand.BYTES)
+            raw = self.raw_of(shared, me)
+            operands = shared + parity * self.pair
             records = Shared16(operands)
             X = Operand(operands + Shared16.BYTES)
             key_head = (head * per_ratio) >> 16
             unit = cutlass.min((key_head + 1) * ratio - head, left)
             cursor = Cursor(length, current)
             commits, to_record = self.new_records(cursor, tokens)
+            keeps = (s >= 0) & (cursor.length + tokens <= WINDOW)
             store_operand(
                 X,
                 share,
-                normalize(share, raw_k, Float32(1.0)),
-                normalize(share, raw_q, scale),
+                normalize(share, share.take(raw), Float32(1.0)),
+                normalize(share, share.take(raw + self.raw // 2), scale),
                 element_address(rec_k, s, key_head)
                 + Int64((to_record + share.token) * (HEAD * 2)),
                 (s >= 0) & (part == 0) & (head == key_head * ratio) & (share.token < tokens),
@@ -914,12 +963,19 @@ class Verify:
             # All warps have passed the barrier before, so none reads this pair of operands any
             # more; behind this one, none reads the other pair.
             ptx.sync_cta()
+            if s_a >= 0:
+                to = shared + (1 - parity) * self.pair
+                key_head_1 = (head_1 * per_ratio) >> 16
+                slot_k = element_address(rec_k, s_a, key_head_1)
+                load_records(Shared16(to), slot_k, cursor_a, me, self.warps)
+                self.request_keys(shared, me, q, k, n + Int32(wraps), key_head_1)
+            ptx.copy_async_commit()
 
             C, M = shared_products(lane, X, records)
             for i in cutlass.range(unit, unroll=1):
                 here = buffer + at * self.tile.bytes
                 bases = self.tile.lane_bases(here, lane)
-                values, raw, decays, deltas = next_v, next_raw, next_G, next_u
+                values, token, decays, deltas = next_v, next_token, next_G, next_u
 
                 last = i + 1 == unit
                 # hidden from the optimizer, which would keep every address of the row in registers
@@ -932,37 +988,45 @@ class Verify:
                     ptx.select(last, cursor_a.length, length),
                     ptx.select(last, cursor_a.bank, current),
                 )
-                next_v, next_raw, next_G, next_u = self.request_head(
+                next_v, next_token, next_G, next_u = self.request_head(
                     lane, cursor_b,
                     v, a, b, A_log, dt_bias, rec_u, rec_G, n_b, s_b, head_b, first_row, s_b >= 0,
                 )  # fmt: skip
-                raw_k, raw_q = self.request_keys(
-                    me, q, k, n_b, (head_b * per_ratio) >> 16, last & (s_a >= 0)
-                )
 
-                # younger than this head's tile: those of the next heads and, in a unit's first
-                # heads, the next unit's K_hist
-                if i < self.stages:
-                    ptx.copy_async_wait(self.stages)
+                # all that does not need the tile
+                gates = Gates(token, lane, live)
+                weights = Weights(decays, lane, cursor)
+                coefficients = Coefficients(lane, gates, weights, C, M)
+                U = delta_columns(lane, deltas)
+                base = ptx.select(commits, Float32(0.0), weights.total)
+                ptx.store(
+                    element_address(rec_G, row_s, head + i) + Int64(to_record * 4),
+                    [ptx.float_to_bits(base + gates.c)],
+                    live & (s >= 0) & (first_row == 0) & (lane.quad == 0),
+                )
+                # younger than this head's tile: the next head's and, in a unit's first two, the
+                # next unit's operands
+                if i < 2:
+                    ptx.copy_async_wait(2)
                 else:
-                    ptx.copy_async_wait(self.stages - 1)
+                    ptx.copy_async_wait(1)
                 ptx.sync_warp()
+                s_t, tile_at = self.tile_ahead(
+                    state, (s, s_1, s_2), head + i + 2, first_row, value_heads, i + 2 < left
+                )
                 head_out = element_address(out, row_n, lane.token, head + i, column)
                 if s < 0:
                     ptx.store(head_out, [Int32(0)] * lane.tiles, live)
                 else:
                     R = state_products(lane, X, self.tile.reader(bases))
-                    gates = Gates(raw, lane, live)
-                    weights = Weights(decays, lane, cursor)
-                    base = ptx.select(commits, Float32(0.0), weights.total)
-                    ptx.store(
-                        element_address(rec_G, row_s, head + i) + Int64(to_record * 4),
-                        [ptx.float_to_bits(base + gates.c)],
-                        live & (first_row == 0) & (lane.quad == 0),
-                    )
-                    U = delta_columns(lane, deltas)
-                    H = add_history(R, C, weights, U)
-                    u, y = substitute(lane, self.tokens, gates, values, M, H)
+                    if keeps:
+                        # the buffer is free as soon as that
+                        ptx.sync_warp()
+                        if s_t >= 0:
+                            self.tile.request(here, tile_at, lane.index)
+                        ptx.copy_async_commit()
+                    H = add_history(R, coefficients, U)
+                    u, y = substitute(lane, self.tokens, coefficients, values, H)
                     ptx.store(head_out, pack_all(y), live)
                     to_u = element_address(rec_u, row_s, head + i)
                     to_u = to_u + Int64(to_record * (HEAD * 2) + column * 2)
@@ -980,28 +1044,15 @@ class Verify:
                                 target + Int64(half * (self.tile.row_bytes // 2)), self.wide,
                             )  # fmt: skip
 
-                ptx.sync_warp()
-                if i == 0:
-                    if s_a >= 0:
-                        to = shared + (1 - parity) * (Shared16.BYTES + Operand.BYTES)
-                        slot_k = element_address(rec_k, s_a, (head_1 * per_ratio) >> 16)
-                        load_records(Shared16(to), slot_k, cursor_a, me, self.warps)
+                if (s < 0) | commits:
+                    ptx.sync_warp()
+                    if s_t >= 0:
+                        self.tile.request(here, tile_at, lane.index)
                     ptx.copy_async_commit()
-                s_t, tile_at = self.tile_ahead(
-                    state, (s, s_1, s_2), head + i + self.stages, first_row, value_heads,
-                    i + self.stages < left,
-                )  # fmt: skip
-                if s_t >= 0:
-                    self.tile.request(here, tile_at, lane.index)
-                ptx.copy_async_commit()
-                at = ptx.select(at == self.stages - 1, Int32(0), at + 1)
+                at = 1 - at
 
-            # the next unit's first tile and K_hist, which was requested before as many tiles as
-            # this unit has heads
-            if unit < self.stages - 1:
-                ptx.copy_async_wait(1)
-            else:
-                ptx.copy_async_wait(self.stages - 1)
+            # the next unit's operands and first tile; its second one may be under way
+            ptx.copy_async_wait(1)
             parity = 1 - parity
             left = left - unit
             head = head_1
@@ -1038,22 +1089,25 @@ class Verify:
         to_bank = ptx.select(commits, 1 - cursor.bank, cursor.bank)
         return commits, to_bank * WINDOW + to_row
 
+    def raw_of(self, shared: Int32, thread: Int32) -> Int32:
+        """Where this thread keeps its share of a unit's keys; half of ``raw`` on, of its queries."""
+        return shared + 2 * self.pair + thread * 16
+
     def request_keys(
         self,
+        shared: Int32,
         thread: Int32,
         q: cute.Tensor,
         k: cute.Tensor,
         n: Int32,
         key_head: Int32,
-        exists: Boolean,
-    ) -> tuple[list[list[Int32]], list[list[Int32]]]:
-        """This thread's shares of a unit's keys and queries."""
+    ) -> None:
+        """Requests this thread's shares of a unit's keys and queries."""
         share = Share(thread, self.warps)
-        mine = exists & (share.token < Int32(q.shape[1]))
-        return (
-            share.load(element_address(k, n, share.token, key_head), mine),
-            share.load(element_address(q, n, share.token, key_head), mine),
-        )
+        live = share.token < Int32(q.shape[1])
+        raw = self.raw_of(shared, thread)
+        share.request(raw, element_address(k, n, share.token, key_head), live)
+        share.request(raw + self.raw // 2, element_address(q, n, share.token, key_head), live)
 
     @staticmethod
     def request_head(
@@ -1109,6 +1163,15 @@ def cursor_of(hist_len: cute.Tensor, bank: cute.Tensor, s: Int32) -> tuple[Int32
     """hist_len and bank of a slot; zeros where there is none."""
     length = ptx.load(element_address(hist_len, s), 1, s >= 0)[0]
     return length, ptx.load(element_address(bank, s), 1, s >= 0)[0]
+
+
+def early_slot(slot: cute.Tensor, n: Int32, state: cute.Tensor) -> Int32:
+    """The slot of row n as it is while earlier grids may still run, for a prefetch: whatever has
+    been there is a slot or becomes -1.
+    """
+    exists = n < Int32(slot.shape[0])
+    s = ptx.load(element_address(slot, n), 1, exists)[0]
+    return ptx.select(exists & (s >= 0) & (s < Int32(state.shape[0])), s, Int32(-1))
 
 
 def row_slot(slot: cute.Tensor, n: Int32, rows: Int32) -> Int32:
@@ -1335,7 +1398,7 @@ def lower(plan: Plan) -> tuple[Callable[..., None], tuple[Any, ...]]:
         rows = fakes.row_integers(3)
         return Materialize(state), (*fakes.pools(state), bank, *rows, stream)
 
-    names = ("tokens", "rows", "warps", "grouped", "stages", "resident")
+    names = ("tokens", "rows", "warps", "grouped", "resident")
     sizes = [plan.int(name) for name in names]
     heads = fakes.tensor(Float32, ("HV",), 0)
     key_rows = [fakes.tensor(BFloat16, ("N", "T", "HK", HEAD), 2, 8) for _ in range(2)]

@@ -269,6 +269,15 @@ def _copy_async_or_zero(shared: Number, address: Number, live: Number) -> None:
         Launch.local.copies.start(int(shared.lanes[lane]), source)
 
 
+def _prefetch(address: Number, size: int, live: Number) -> None:
+    for lane in range(LANES):
+        if live.lanes[lane]:
+            at = int(address.lanes[lane])
+            assert at % 16 == 0 and size % 16 == 0
+            for first in range(0, size, 16):
+                MEMORY.at(at + first, 16)
+
+
 def _store_shared(address: Number, values: Sequence[Number]) -> None:
     words = np.stack([value.lanes for value in values], axis=1).view(np.uint8)
     for lane in range(LANES):
@@ -342,6 +351,7 @@ def _instructions() -> types.ModuleType:
         store=_store,
         load_shared=_load_shared,
         copy_async=_copy_async,
+        prefetch_l2=_prefetch,
         copy_async_commit=lambda: Launch.local.copies.commit(),
         copy_async_wait=lambda pending: Launch.local.copies.wait(pending),
     )
@@ -478,10 +488,9 @@ def verify(
     rows: int,
     warps: int,
     grouped: bool,
-    stages: int,
     ctas: int,
 ) -> None:
-    op = DEVICE.Verify(state, tokens, rows, warps, grouped, stages, 1)
+    op = DEVICE.Verify(state, tokens, rows, warps, grouped, 1)
     N, _, HV, _ = arguments["v"].shape
     if grouped:
         ctas = ctas // op.parts * op.parts

@@ -32,7 +32,7 @@ families:
     cells:
       - {problems: [small], requests: [1..5, 8, 16], tokens: 1..8, splits: auto,
          dtypes: [bf16, fp32], candidate: [sm_90a], why: tests}
-      - {problems: [small], requests: [3], tokens: [4], splits: 2, dtypes: [bf16],
+      - {problems: [small], requests: [3], tokens: [4], splits: 4, dtypes: [bf16],
          candidate: [sm_90a], why: tests}
       - {problems: [wide], requests: [8, 32], tokens: [4], splits: auto, dtypes: [bf16],
          candidate: [sm_90a], why: tests}

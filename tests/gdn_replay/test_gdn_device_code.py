@@ -10,23 +10,23 @@ import emulator
 
 SCALE = cases.HEAD**-0.5
 POOLS = ("out", "state", "rec_u", "rec_k", "rec_G")
-#: state, tokens, rows a warp, warps, grouped, stages
-SINGLE = ("bf16", 4, 32, 4, False, 2)
-GROUPED = ("bf16", 4, 32, 4, True, 3)
+#: state, tokens, rows a warp, warps, grouped
+SINGLE = ("bf16", 4, 32, 4, False)
+GROUPED = ("bf16", 4, 32, 4, True)
 #: A shape, value heads of the key head, and CTAs: shares of 3 x heads that split key heads and rows
 #: of the batch in every way.
 SHAPES = [
     (SINGLE, 2, 3),
     (GROUPED, 2, 1),
     (GROUPED, 2, 4),
-    (("bf16", 8, 32, 4, True, 3), 3, 2),
-    (("bf16", 4, 32, 4, True, 2), 4, 3),
-    (("fp32", 8, 16, 4, True, 3), 2, 4),
-    (("bf16", 8, 16, 4, False, 2), 1, 3),
-    (("fp32", 8, 16, 4, False, 2), 2, 3),
-    (("bf16", 4, 8, 2, False, 2), 1, 3),
+    (("bf16", 8, 32, 4, True), 3, 2),
+    (("bf16", 4, 32, 4, True), 4, 3),
+    (("fp32", 8, 16, 4, True), 2, 4),
+    (("bf16", 8, 16, 4, False), 1, 3),
+    (("fp32", 8, 16, 4, False), 2, 3),
+    (("bf16", 4, 8, 4, False), 1, 3),
 ]
-Shape = tuple[str, int, int, int, bool, int]
+Shape = tuple[str, int, int, int, bool]
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -72,7 +72,7 @@ def test_rows_do_not_depend_on_shape_slot_or_order() -> None:
     order = torch.tensor([2, 0, 1])
     for name in ("qkv", "ba", "slots"):
         other.backing[name].copy_(other.backing[name][order])
-    emulator.verify(other.tensors, SCALE, "bf16", 4, 16, 4, False, 2, 8)
+    emulator.verify(other.tensors, SCALE, "bf16", 4, 16, 4, False, 8)
     assert same_bits(other.backing["out"], step.backing["out"][order])
     for name in ("state", "rec_u", "rec_k", "rec_G"):
         assert same_bits(other.backing[name], step.backing[name])
