@@ -1,20 +1,28 @@
-"""Planning rule of ``gdn_replay``: how many CTAs share a head's value rows, and how many heads one
-CTA takes together.
+"""Planning rule of ``gdn_replay``: how many CTAs share a head's value rows, and whether a CTA takes
+heads one by one or as a stream.
 
-A head's 128 value rows are independent of each other, so any of 1, 2 or 4 CTAs may share them;
-what each part repeats is the work on keys, queries and the history's keys. Few heads need splits to
-spread the state over the device, many heads want none, and very many also share that work among the
-value heads of a key head. The result is the same bits for every choice.
+A head's 128 value rows are independent of each other, so any of 1, 2 or 4 CTAs may share them; what
+each part repeats is the work on keys, queries and the history's keys. Few heads need splits to
+spread the state over the device, many want none, and where there are more than are resident at once
+each CTA takes its share of all heads as one stream (*grouped*). The result is the same bits for
+every choice.
 
 The figures behind the constants: H200, CUDA graphs of calls over 768 slots of 16/32 heads, T = 4,
-bf16 state, plain and commit steps weighted 0.773 and 0.227, microseconds by splits::
+bf16 state, plain and commit steps weighted 0.773 and 0.227, microseconds by splits (with a prefetch
+hint on the copies of states, without which they took 0.0 to 0.4 less)::
 
-    requests   1, grouped      1      2      4      8
-           1          5.6    3.9    3.6    3.7    3.4
-           8          8.1    7.8    7.2    9.6   12.2
-          32         19.1   20.5   21.8   30.7   37.2
-          64         33.1   37.0   38.8   57.3   68.9
-         256          114    127    137    213    230
+    requests   1, grouped      1      2      4
+           1          3.7    3.3    3.0    3.5
+           4          5.5    4.6    4.5    5.1
+           8          6.9    7.5    6.6    9.0
+          12         10.2    8.1   10.6
+          16         11.5   13.0   11.9
+          32         18.6   20.0   21.1
+          64         32.2   36.8   37.8
+         256          110    127    137
+
+fp32: 3.3 with 4 splits and 3.9 with 2 grouped at 1 request, 12.0 and 11.6 at 8, 68.5 and 56.8 at
+64. Three buffers a warp instead of two were slower at every size (33.0 to 35.3 at 64 requests).
 """
 
 from __future__ import annotations
@@ -75,7 +83,9 @@ def resident(dtype: str, splits: int, grouped: bool, arch: Arch) -> int:
 def is_grouped(
     geometry: Mapping[str, int], requests: int, splits: int, dtype: str, arch: Arch
 ) -> bool:
-    """Whether a CTA takes consecutive heads together, those of a key head with one set of operands."""
+    """Whether a CTA takes consecutive heads as a stream, those of a key head with one set of
+    operands.
+    """
     parts = requests * geometry["value_heads"] * splits
     return splits == LEAST_SPLITS[dtype] and parts > SINGLE_PER_SM * arch.sm_count
 

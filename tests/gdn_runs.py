@@ -1,4 +1,4 @@
-"""Whole runs of ``gdn_replay``, checked against a recurrence that keeps every slot's state in float32.
+"""Whole runs of ``gdn_replay``, checked against a recurrence that keeps each state in float32.
 
 The checks take their ops from outside, so that the same ones run over a loaded pack on a GPU and,
 on a CPU, over the references and over ops that are wrong on purpose.
@@ -23,7 +23,12 @@ class Layer:
     """Cursors and pools of some slots, the checkpoints drawn, the records NaN: no history."""
 
     def __init__(
-        self, heads: tuple[int, int], slots: int, dtype: str, device: str, generator: torch.Generator
+        self,
+        heads: tuple[int, int],
+        slots: int,
+        dtype: str,
+        device: str,
+        generator: torch.Generator,
     ) -> None:
         HK, HV = heads
         self.heads, self.dtype, self.device, self.slots = heads, dtype, device, slots
@@ -113,8 +118,8 @@ class Scenario:
     """What makes a run hard.
 
     ``decay`` is (A_log, dt_bias) of the first and of the last head, linear between. ``keys``:
-    random; the same key at every token; that key with alternating sign; or that key with a hundredth
-    of noise.
+    random; the same key at every token; that key with alternating sign; or that key with a
+    hundredth of noise.
     """
 
     name: str
@@ -137,8 +142,8 @@ SCENARIOS = (
     Scenario("slow decay, fp32 state", SLOW, dtype="fp32"),
     Scenario("identical keys", SLOW, "identical", 6.0),
     Scenario("keys of alternating sign", SLOW, "alternating", 6.0),
-    # What distinguishes the keys is a hundredth of them, and their rounding to bf16 a fifth of that:
-    # there the matrix form came to 1.4 and 4.0.
+    # What distinguishes the keys is a hundredth of them, and their rounding to bf16 a fifth of
+    # that: there the matrix form came to 1.4 and 4.0.
     Scenario("near-parallel keys", SLOW, "near", 6.0, allowed=8.0),
 )
 
@@ -181,13 +186,11 @@ class Steps:
 
 
 def recur(step: dict[str, Tensor], S: Tensor, n_acc: Tensor) -> tuple[Tensor, Tensor]:
-    """The definition, token after token from states S [N, HV, V, K] in float32: (outputs, the states
-    after each row's accepted tokens).
+    """The definition, token after token from states S [N, HV, V, K] in float32: (outputs, the
+    states after each row's accepted tokens).
     """
     keys, values = step["k"].shape[2], step["v"].shape[2]
-    g, beta = reference.gates(
-        step["a"], step["b"], step["A_log"], step["dt_bias"], torch.float32
-    )
+    g, beta = reference.gates(step["a"], step["b"], step["A_log"], step["dt_bias"], torch.float32)
     k = reference.unit(step["k"], torch.float32).repeat_interleave(values // keys, dim=2)
     q = reference.unit(step["q"], torch.float32, HEAD**-0.5)
     q = q.repeat_interleave(values // keys, dim=2)
@@ -286,7 +289,9 @@ def long_run(
     spare = [s for s in range(layer.slots) if s not in active]
     dst = torch.tensor((spare * rows)[:rows], dtype=torch.int32, device=device)
     for i in range(rows):
-        ops.materialize(layer, src[i : i + 1], dst[i : i + 1], layer.hist_len[src[i : i + 1].long()])
+        ops.materialize(
+            layer, src[i : i + 1], dst[i : i + 1], layer.hist_len[src[i : i + 1].long()]
+        )
         got = layer.state[dst[i].long()]
         # records are bf16 whatever the checkpoints are
         error = float(share(got, truth[src[i].long()], "state", "bf16"))

@@ -511,6 +511,8 @@ def declined(device: torch.device) -> Iterator[tuple[str, dict[str, Any], Tensor
         yield changed("verify", f"{name} has a row less", **{name: lambda t: t[:-1]})
         yield changed("verify", f"{name} has a token less", **{name: lambda t: t[:, :-1]})
         yield changed("verify", f"{name} has a head less", **{name: lambda t: t[:, :, :-1]})
+        if device.type == "cuda":
+            yield changed("verify", f"{name} is on the CPU", **{name: lambda t: t.cpu()})
     for name in ("q", "k", "v", "out"):
         narrow = {name: lambda t: t[..., :-1]}
         yield changed("verify", f"heads of {name} are narrow", **narrow)

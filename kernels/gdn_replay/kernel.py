@@ -32,15 +32,15 @@ dense and unit strides, 128, 16 and 2, and that N, T, HK, HV and slots agree bet
 Batch strides are 32-bit, slot strides 64-bit. A function without rows must not be called.
 
 ``verify(q, k, v, a, b, A_log, dt_bias, state, rec_u, rec_k, rec_G, hist_len, bank, slot, out,
-scale, heads, ctas)``
+scale, ctas)``
     q, k [N, T, HK, 128] and v, out [N, T, HV, 128] bf16: 16-byte aligned, strides of N and T
     multiples of 8 elements; a, b [N, T, HV] bf16, any strides of N and T; A_log, dt_bias [HV] fp32;
     state [slots, HV, 128, 128] bf16 or fp32; rec_u [slots, HV, 2, 16, 128] and rec_k
     [slots, HK, 2, 16, 128] bf16; rec_G [slots, HV, 2, 16] fp32: dense within a slot, slot strides
     multiples of 16 bytes (rec_G: any); hist_len, bank [slots] int32; slot [N] int32, any stride;
-    scale float; heads, ctas int32 from the plan's launch parameters.
-    The caller checks: N, T >= 1; T <= the plan's ``tokens``; HV is a multiple of HK, and HV / HK of
-    ``heads``; live slots are unique and below slots; hist_len in 0..16, bank 0 or 1.
+    scale float; ctas int32, from the plan's launch parameters and at least its splits.
+    The caller checks: N, T >= 1; T <= the plan's ``tokens``; HV is a multiple of HK; live slots are
+    unique and below slots; hist_len in 0..16, bank 0 or 1.
 ``advance(hist_len, bank, slot, n_acc, tokens)``
     n_acc [N] int32, any stride; tokens int32, the T of the verify launch. The caller checks:
     1 <= tokens <= 16, 0 <= n_acc <= tokens, N >= 1.
@@ -329,9 +329,7 @@ class RecordShare:
     def load(self, slot_k: Int64, cursor: Cursor, live: Boolean) -> list[list[Int32]]:
         source = slot_k + Int64(cursor.bank * BANK_BYTES)
         return [
-            ptx.load_constant(
-                source + Int64(chunk * 16), 4, live & ((chunk >> 4) < cursor.length)
-            )
+            ptx.load_constant(source + Int64(chunk * 16), 4, live & ((chunk >> 4) < cursor.length))
             for chunk in self.chunks
         ]
 
@@ -542,50 +540,23 @@ def shared_products(
     return C, M
 
 
-class Coefficients:
-    """What a head's rows are combined with, the same for all value rows and without its state:
-
-    ``past``: w o C as two bf16 terms each of a row operand, which the accumulators of C are, lane
-    by lane. ``A``, ``B``: what this lane's token takes of the deltas of tokens 2 quad and 2 quad +
-    1, for u and for y. ``since``: e^c.
-    """
-
-    def __init__(
-        self,
-        lane: Lane,
-        gates: Gates,
-        weights: Weights,
-        C: list[list[Float32]],
-        M: list[Float32],
-    ) -> None:
-        w = weights.weight
-        self.past = [
-            ptx.split(C[half][2 * x] * w[2 * half], C[half][2 * x + 1] * w[2 * half + 1])
-            for half in range(2)
-            for x in range(2)
-        ]
-        zero = Float32(0.0)
-        self.A, self.B = [], []
-        for i in range(2):
-            s = lane.quad * 2 + i
-            decay = ptx.exp(gates.c - ptx.shuffle(gates.c, s * 4))
-            self.A.append(ptx.select(s < lane.token, gates.beta * decay * M[i], zero))
-            self.B.append(ptx.select(s <= lane.token, decay * M[2 + i], zero))
-        self.since = ptx.exp(gates.c)
-        self.beta = gates.beta
-        self.decay = weights.decay
-
-
 def add_history(
-    R: list[list[Float32]], coefficients: Coefficients, deltas: list[list[Int32]]
+    R: list[list[Float32]], C: list[list[Float32]], weights: Weights, deltas: list[list[Int32]]
 ) -> list[list[Float32]]:
-    """H = e^(G_P) R + (w o C) U_hist."""
+    """H = e^(G_P) R + (w o C) U_hist. The accumulators of C are the row operand of this product,
+    lane by lane.
+    """
+    w = weights.weight
+    terms = [
+        ptx.split(C[half][2 * x] * w[2 * half], C[half][2 * x + 1] * w[2 * half + 1])
+        for half in range(2)
+        for x in range(2)
+    ]
     H = []
     for tile, products in enumerate(R):
-        acc = [coefficients.decay * x for x in products]
+        acc = [weights.decay * x for x in products]
         for term in range(2):
-            row = [t[term] for t in coefficients.past]
-            acc = ptx.mma(acc, row, (deltas[0][tile], deltas[1][tile]))
+            acc = ptx.mma(acc, [t[term] for t in terms], (deltas[0][tile], deltas[1][tile]))
         H.append(acc)
     return H
 
@@ -593,30 +564,37 @@ def add_history(
 def substitute(
     lane: Lane,
     tokens: int,
-    coefficients: Coefficients,
+    gates: Gates,
     values: list[Int32],
+    M: list[Float32],
     H: list[list[Float32]],
 ) -> tuple[list[Float32], list[Float32]]:
     """u and y of the lane's token, at the lane's value rows, by forward substitution over the
     tokens.
     """
+    zero = Float32(0.0)
+    A, B = [], []
+    for i in range(2):
+        s = lane.quad * 2 + i
+        decay = ptx.exp(gates.c - ptx.shuffle(gates.c, s * 4))
+        A.append(ptx.select(s < lane.token, gates.beta * decay * M[i], zero))
+        B.append(ptx.select(s <= lane.token, decay * M[2 + i], zero))
+
+    since = ptx.exp(gates.c)
     u, y = [], []
-    since, beta = coefficients.since, coefficients.beta
     for tile, acc in enumerate(H):
         v = ptx.low(values[tile]), ptx.high(values[tile])
         for i in range(2):
-            u.append(beta * (v[i] - since * acc[i]))
+            u.append(gates.beta * (v[i] - since * acc[i]))
             y.append(since * acc[2 + i])
 
     row = lane.index & -4
     for s in range(tokens):
-        a = ptx.shuffle(coefficients.A[s % 2], row + s // 2)
-        b = ptx.shuffle(coefficients.B[s % 2], row + s // 2)
+        a = ptx.shuffle(A[s % 2], row + s // 2)
+        b = ptx.shuffle(B[s % 2], row + s // 2)
         reached = lane.token >= s
         for x in range(len(u)):
-            known = ptx.select(
-                reached, ptx.shuffle(u[x], lane.quad + 4 * s), Float32(0.0)
-            )
+            known = ptx.select(reached, ptx.shuffle(u[x], lane.quad + 4 * s), zero)
             y[x] = y[x] + b * known
             if s < tokens - 1:
                 u[x] = u[x] - a * known
@@ -630,18 +608,20 @@ def pack_all(values: list[Float32]) -> list[Int32]:
 class Verify:
     """The verify op. One instance is one plan's specialization.
 
-    The grid is at most ``ctas`` CTAs. Each walks units of work (row of the batch, ``heads`` heads
-    of one key head, part of the value rows) in strides of the grid. A warp has ``stages`` buffers
-    for its state tiles, used in turn.
+    The grid is at most ``ctas`` CTAs. A warp has two buffers for its tiles of the state, used in
+    turn. ``kernel`` walks units of one head, or a part of its value rows, in strides of the grid;
+    the next unit's tile is requested before this one is worked on. For few heads, where all that
+    counts is how soon the first result is there.
 
-    ``kernel`` has units of one head and two buffers: the next unit's tile is requested before this
-    one is worked on. For few units, where all that counts is how soon the first result is there.
+    ``grouped_kernel`` is for many heads. A CTA takes consecutive ones, its even share of all rows'
+    heads, as one stream: a tile is requested as soon as its buffer has been read, two heads before
+    it is needed, and what else a head is made of is loaded into registers while the head before it
+    is worked on. A *unit* is what the stream has of one key head; the next unit's keys, queries and
+    K_hist are requested in a unit's first head, and have shared memory of their own. So a unit
+    begins with one barrier and no wait for memory.
 
-    ``grouped_kernel`` has units of two or more heads, and is for many of them. A tile is requested
-    as soon as its buffer has been read, ``stages`` heads before it is needed, and what else a head
-    is made of is loaded into registers while the head before it is worked on. Over the end of a
-    unit too: its last head also loads the next unit's keys, queries and K_hist, and they have
-    shared memory of their own. So a unit begins with one barrier and no wait for memory.
+    Both bring their first tiles to L2 before they wait for earlier grids. That reads row slots
+    which those may still write, for nothing but the prefetch.
     """
 
     def __init__(
@@ -816,6 +796,12 @@ class Verify:
                     (part == 0) & (head == key_head * ratio) & (share.token < tokens),
                 )
                 to_record = to_record + lane.token
+                ptx.copy_async_wait(1)
+                ptx.sync_cta()
+
+                C, M = shared_products(lane, X, records)
+                bases = self.tile.lane_bases(buffer + parity * self.tile.bytes, lane)
+                R = state_products(lane, X, self.tile.reader(bases))
                 gates = Gates(raw, lane, live)
                 weights = Weights(decays, lane, cursor)
                 base = ptx.select(commits, Float32(0.0), weights.total)
@@ -825,15 +811,8 @@ class Verify:
                     live & (first_row == 0) & (lane.quad == 0),
                 )
                 U = delta_columns(lane, deltas)
-                ptx.copy_async_wait(1)
-                ptx.sync_cta()
-
-                C, M = shared_products(lane, X, records)
-                coefficients = Coefficients(lane, gates, weights, C, M)
-                bases = self.tile.lane_bases(buffer + parity * self.tile.bytes, lane)
-                R = state_products(lane, X, self.tile.reader(bases))
-                H = add_history(R, coefficients, U)
-                u, y = substitute(lane, self.tokens, coefficients, values, H)
+                H = add_history(R, C, weights, U)
+                u, y = substitute(lane, self.tokens, gates, values, M, H)
                 head_out = element_address(out, n, lane.token, head, column)
                 ptx.store(head_out, pack_all(y), live)
                 ptx.store(head_u + Int64(to_record * (HEAD * 2) + column * 2), pack_all(u), live)
@@ -942,14 +921,12 @@ class Verify:
             unit = cutlass.min((key_head + 1) * ratio - head, left)
             cursor = Cursor(length, current)
             commits, to_record = self.new_records(cursor, tokens)
-            keeps = (s >= 0) & (cursor.length + tokens <= WINDOW)
             store_operand(
                 X,
                 share,
                 normalize(share, share.take(raw), Float32(1.0)),
                 normalize(share, share.take(raw + self.raw // 2), scale),
-                element_address(rec_k, s, key_head)
-                + Int64((to_record + share.token) * (HEAD * 2)),
+                element_address(rec_k, s, key_head) + Int64((to_record + share.token) * (HEAD * 2)),
                 (s >= 0) & (part == 0) & (head == key_head * ratio) & (share.token < tokens),
             )
             to_record = to_record + lane.token
@@ -963,13 +940,6 @@ class Verify:
             # All warps have passed the barrier before, so none reads this pair of operands any
             # more; behind this one, none reads the other pair.
             ptx.sync_cta()
-            if s_a >= 0:
-                to = shared + (1 - parity) * self.pair
-                key_head_1 = (head_1 * per_ratio) >> 16
-                slot_k = element_address(rec_k, s_a, key_head_1)
-                load_records(Shared16(to), slot_k, cursor_a, me, self.warps)
-                self.request_keys(shared, me, q, k, n + Int32(wraps), key_head_1)
-            ptx.copy_async_commit()
 
             C, M = shared_products(lane, X, records)
             for i in cutlass.range(unit, unroll=1):
@@ -993,17 +963,6 @@ class Verify:
                     v, a, b, A_log, dt_bias, rec_u, rec_G, n_b, s_b, head_b, first_row, s_b >= 0,
                 )  # fmt: skip
 
-                # all that does not need the tile
-                gates = Gates(token, lane, live)
-                weights = Weights(decays, lane, cursor)
-                coefficients = Coefficients(lane, gates, weights, C, M)
-                U = delta_columns(lane, deltas)
-                base = ptx.select(commits, Float32(0.0), weights.total)
-                ptx.store(
-                    element_address(rec_G, row_s, head + i) + Int64(to_record * 4),
-                    [ptx.float_to_bits(base + gates.c)],
-                    live & (s >= 0) & (first_row == 0) & (lane.quad == 0),
-                )
                 # younger than this head's tile: the next head's and, in a unit's first two, the
                 # next unit's operands
                 if i < 2:
@@ -1011,22 +970,22 @@ class Verify:
                 else:
                     ptx.copy_async_wait(1)
                 ptx.sync_warp()
-                s_t, tile_at = self.tile_ahead(
-                    state, (s, s_1, s_2), head + i + 2, first_row, value_heads, i + 2 < left
-                )
                 head_out = element_address(out, row_n, lane.token, head + i, column)
                 if s < 0:
                     ptx.store(head_out, [Int32(0)] * lane.tiles, live)
                 else:
                     R = state_products(lane, X, self.tile.reader(bases))
-                    if keeps:
-                        # the buffer is free as soon as that
-                        ptx.sync_warp()
-                        if s_t >= 0:
-                            self.tile.request(here, tile_at, lane.index)
-                        ptx.copy_async_commit()
-                    H = add_history(R, coefficients, U)
-                    u, y = substitute(lane, self.tokens, coefficients, values, H)
+                    gates = Gates(token, lane, live)
+                    weights = Weights(decays, lane, cursor)
+                    base = ptx.select(commits, Float32(0.0), weights.total)
+                    ptx.store(
+                        element_address(rec_G, row_s, head + i) + Int64(to_record * 4),
+                        [ptx.float_to_bits(base + gates.c)],
+                        live & (first_row == 0) & (lane.quad == 0),
+                    )
+                    U = delta_columns(lane, deltas)
+                    H = add_history(R, C, weights, U)
+                    u, y = substitute(lane, self.tokens, gates, values, M, H)
                     ptx.store(head_out, pack_all(y), live)
                     to_u = element_address(rec_u, row_s, head + i)
                     to_u = to_u + Int64(to_record * (HEAD * 2) + column * 2)
@@ -1044,11 +1003,22 @@ class Verify:
                                 target + Int64(half * (self.tile.row_bytes // 2)), self.wide,
                             )  # fmt: skip
 
-                if (s < 0) | commits:
-                    ptx.sync_warp()
-                    if s_t >= 0:
-                        self.tile.request(here, tile_at, lane.index)
+                ptx.sync_warp()
+                if i == 0:
+                    if s_a >= 0:
+                        to = shared + (1 - parity) * self.pair
+                        key_head_1 = (head_1 * per_ratio) >> 16
+                        slot_k = element_address(rec_k, s_a, key_head_1)
+                        load_records(Shared16(to), slot_k, cursor_a, me, self.warps)
+                        n_1 = row_n + Int32(wraps)
+                        self.request_keys(shared, me, q, k, n_1, key_head_1)
                     ptx.copy_async_commit()
+                s_t, tile_at = self.tile_ahead(
+                    state, (s, s_1, s_2), head + i + 2, first_row, value_heads, i + 2 < left
+                )
+                if s_t >= 0:
+                    self.tile.request(here, tile_at, lane.index)
+                ptx.copy_async_commit()
                 at = 1 - at
 
             # the next unit's operands and first tile; its second one may be under way
@@ -1090,7 +1060,7 @@ class Verify:
         return commits, to_bank * WINDOW + to_row
 
     def raw_of(self, shared: Int32, thread: Int32) -> Int32:
-        """Where this thread keeps its share of a unit's keys; half of ``raw`` on, of its queries."""
+        """Where this thread has its share of a unit's keys; half of ``raw`` on, of its queries."""
         return shared + 2 * self.pair + thread * 16
 
     def request_keys(
@@ -1167,10 +1137,10 @@ def cursor_of(hist_len: cute.Tensor, bank: cute.Tensor, s: Int32) -> tuple[Int32
 
 def early_slot(slot: cute.Tensor, n: Int32, state: cute.Tensor) -> Int32:
     """The slot of row n as it is while earlier grids may still run, for a prefetch: whatever has
-    been there is a slot or becomes -1.
+    been there is a slot or becomes -1. Past L1, which would keep it for the load that counts.
     """
     exists = n < Int32(slot.shape[0])
-    s = ptx.load(element_address(slot, n), 1, exists)[0]
+    s = ptx.load(element_address(slot, n), 1, exists, ".cg")[0]
     return ptx.select(exists & (s >= 0) & (s < Int32(state.shape[0])), s, Int32(-1))
 
 

@@ -223,8 +223,8 @@ def copy_async(shared: Int32, shared_offset: int, address: Int64, offset: int) -
 
 
 def prefetch_l2(address: Int64, size: int, live: Boolean) -> None:
-    """Starts bringing ``size`` bytes, a multiple of 16, to L2, where ``live``. Nothing is read: what
-    earlier grids still write there is seen by a later load.
+    """Starts bringing ``size`` bytes, a multiple of 16, to L2, where ``live``. Nothing is read:
+    what earlier grids still write there is seen by a later load.
     """
     text = (
         "{ .reg .pred p; setp.ne.s32 p, $1, 0; "

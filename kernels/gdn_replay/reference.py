@@ -262,7 +262,9 @@ def verify_wy(
     commits = _append((rec_u, rec_k, rec_G), new, at, past, c)
     wide_k = past.k[commits].repeat_interleave(ratio, dim=1)
     weighted = two_terms(past.weight[commits][..., None] * past.u[commits])
-    folded = past.decay[commits][..., None, None] * S0[commits] + weighted.transpose(-1, -2) @ wide_k
+    folded = (
+        past.decay[commits][..., None, None] * S0[commits] + weighted.transpose(-1, -2) @ wide_k
+    )
     state[at[commits]] = folded.to(state.dtype)
 
 
@@ -293,12 +295,14 @@ def verify_exact(
     time. It reads a state once, where the definition reads and writes it for every token.
     """
     rows = max(1, CHUNK // (state[0].numel() * compute.itemsize))
-    pools = (state, rec_u, rec_k, rec_G, hist_len, bank)
     for at in range(0, slot.shape[0], rows):
         part = slice(at, at + rows)
-        step = (x[part] for x in (q, k, v, a, b))
         verify_wy(
-            *step, A_log, dt_bias, *pools, slot[part], out[part], scale, compute, operand=compute
+            *(q[part], k[part], v[part], a[part], b[part], A_log, dt_bias),
+            *(state, rec_u, rec_k, rec_G, hist_len, bank, slot[part], out[part]),
+            scale=scale,
+            compute=compute,
+            operand=compute,
         )
 
 

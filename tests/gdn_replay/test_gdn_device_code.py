@@ -17,6 +17,7 @@ GROUPED = ("bf16", 4, 32, 4, True)
 #: of the batch in every way.
 SHAPES = [
     (SINGLE, 2, 3),
+    (GROUPED, 1, 1),
     (GROUPED, 2, 1),
     (GROUPED, 2, 4),
     (("bf16", 8, 32, 4, True), 3, 2),
