@@ -201,9 +201,7 @@ def _mma(acc: Sequence[Number], a: Sequence[Number], b: Sequence[Number]) -> lis
     return [Float32(D[g + row, 2 * t + column]) for row, column in order]
 
 
-def _load(
-    address: Number, words: int, live: Number | None = None, cache: str = ""
-) -> list[Int32]:
+def _load(address: Number, words: int, live: Number | None = None, cache: str = "") -> list[Int32]:
     lanes = np.zeros((words, LANES), np.int32)
     for lane in range(LANES):
         if live is None or live.lanes[lane]:
