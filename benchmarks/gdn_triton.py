@@ -27,8 +27,8 @@ def _gates(a, b, A_log, dt_bias):  # noqa: ANN001, ANN202
 @triton.jit
 def _snapshots(  # noqa: ANN202
     q, k, v, a, b, A_log, dt_bias, state, slot, out, states,  # noqa: ANN001
-    qkv_n, qkv_t, ba_n, ba_t, slot_stride, state_slot, scale,  # noqa: ANN001
-    T: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, BV: tl.constexpr,
+    qkv_n, qkv_t, ba_n, ba_t, slot_stride, state_slot, scale, HK, HV,  # noqa: ANN001
+    T: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Token after token; the state after each is stored, for the next step to start from."""
     n, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -77,14 +77,15 @@ def _replay(  # noqa: ANN202
     q, k, v, a, b, A_log, dt_bias, state, rec_u, rec_k, rec_G,  # noqa: ANN001
     hist_len, bank, slot, out,  # noqa: ANN001
     qkv_n, qkv_t, ba_n, ba_t, slot_stride, state_slot, u_slot, k_slot, G_slot, scale,  # noqa: ANN001
-    T: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, BV: tl.constexpr,
+    HK, HV,  # noqa: ANN001
+    T: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """The matrix form over checkpoint and records; sixteen rows hold the tokens, because that is
     the least that a product takes.
     """
     n, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     s = tl.load(slot + n * slot_stride).to(tl.int64)
-    ratio: tl.constexpr = HV // HK
+    ratio = HV // HK
     key_head = head // ratio
     column = tl.arange(0, 128)
     row = part * BV + tl.arange(0, BV)
@@ -182,7 +183,7 @@ def snapshots(
     _snapshots[(q.shape[0], v.shape[2], HEAD // block)](
         *(step[name] for name in names), states, q.stride(0), q.stride(1), a.stride(0), a.stride(1),
         step["slot"].stride(0), step["state"].stride(0), HEAD**-0.5,
-        q.shape[1], q.shape[2], v.shape[2], block, num_warps=warps,
+        q.shape[2], v.shape[2], q.shape[1], block, num_warps=warps,
     )  # fmt: skip
 
 
@@ -194,5 +195,5 @@ def replay(step: dict[str, torch.Tensor], block: int = 32, warps: int = 4) -> No
     pools: list[Any] = [step[n].stride(0) for n in ("slot", "state", "rec_u", "rec_k", "rec_G")]
     _replay[(q.shape[0], v.shape[2], HEAD // block)](
         *(step[name] for name in names), q.stride(0), q.stride(1), a.stride(0), a.stride(1),
-        *pools, HEAD**-0.5, q.shape[1], q.shape[2], v.shape[2], block, num_warps=warps,
+        *pools, HEAD**-0.5, q.shape[2], v.shape[2], q.shape[1], block, num_warps=warps,
     )  # fmt: skip

@@ -1,20 +1,28 @@
-"""Planning rule of ``gdn_replay``: how many CTAs share a head's value rows, and how many heads one
-CTA takes together.
+"""Planning rule of ``gdn_replay``: how many CTAs share a head's value rows, and whether a CTA takes
+heads one by one or as a stream.
 
-A head's 128 value rows are independent of each other, so any of 1, 2, 4 or 8 CTAs may share them;
-what each part repeats is the work on keys, queries and the history's keys. Few heads need splits to
-spread the state over the device, many heads want none, and very many also share that work among the
-value heads of a key head. The result is the same bits for every choice.
+A head's 128 value rows are independent of each other, so any of 1, 2 or 4 CTAs may share them; what
+each part repeats is the work on keys, queries and the history's keys. Few heads need splits to
+spread the state over the device, many want none, and where there are more than are resident at once
+each CTA takes its share of all heads as one stream (*grouped*). The result is the same bits for
+every choice.
 
 The figures behind the constants: H200, CUDA graphs of calls over 768 slots of 16/32 heads, T = 4,
-bf16 state, plain and commit steps weighted 0.773 and 0.227, microseconds by splits::
+bf16 state, plain and commit steps weighted 0.773 and 0.227, microseconds by splits (with a prefetch
+hint on the copies of states, without which they took 0.0 to 0.4 less)::
 
-    requests   1, grouped      1      2      4      8
-           1          5.6    3.9    3.6    3.7    3.4
-           8          8.1    7.8    7.2    9.6   12.2
-          32         19.1   20.5   21.8   30.7   37.2
-          64         33.1   37.0   38.8   57.3   68.9
-         256          114    127    137    213    230
+    requests   1, grouped      1      2      4
+           1          3.7    3.3    3.0    3.5
+           4          5.5    4.6    4.5    5.1
+           8          6.9    7.5    6.6    9.0
+          12         10.2    8.1   10.6
+          16         11.5   13.0   11.9
+          32         18.6   20.0   21.1
+          64         32.2   36.8   37.8
+         256          110    127    137
+
+fp32: 3.3 with 4 splits and 3.9 with 2 grouped at 1 request, 12.0 and 11.6 at 8, 68.5 and 56.8 at
+64. Three buffers a warp instead of two were slower at every size (33.0 to 35.3 at 64 requests).
 """
 
 from __future__ import annotations
@@ -29,50 +37,57 @@ from specplan.plans.plan import Plan
 HEAD = 128
 #: Records of a history bank.
 WINDOW = 16
-SPLITS = (1, 2, 4, 8)
+SPLITS = (1, 2, 4)
 #: Compiled token capacities: a launch of T tokens takes the smallest that holds it.
 TOKENS = (4, 8)
 ELEMENT = {"bf16": 2, "fp32": 4}
 #: Value rows of one warp and warps of one CTA, by splits: rows * warps * splits = 128.
-SHAPE = {1: (32, 4), 2: (16, 4), 4: (8, 4), 8: (8, 2)}
-#: Splits are doubled while the CTAs are no more than this times the SMs.
+SHAPE = {1: (32, 4), 2: (16, 4), 4: (8, 4)}
+#: The splits of few heads, while their CTAs are no more than this times the SMs: all are resident
+#: at once. Otherwise the fewest: a wider state has at least two (two buffers of an unsplit head
+#: leave one CTA an SM: 85 us against 60 at 64 requests).
+MOST_SPLITS, LEAST_SPLITS = {"bf16": 2, "fp32": 4}, {"bf16": 1, "fp32": 2}
 CTAS_PER_SM = 4
 #: Resident CTAs an SM that the registers of a shape allow without spills: 128 a thread, 168 with 32
 #: rows a warp.
-RESIDENT = {1: 3, 2: 4, 4: 4, 8: 6}
-#: The same where heads are grouped, with up to 255 registers: 114 us at 256 requests, where three
-#: CTAs with 168 registers took 125.
+RESIDENT = {1: 3, 2: 4, 4: 4}
+#: The same where heads are grouped, with up to 255 registers.
 RESIDENT_GROUPED = 2
+#: Heads (or halves of them) are grouped where there are more than this an SM: so many single ones
+#: are resident at once.
+SINGLE_PER_SM = 3
 #: Shared memory of a CTA besides its part of the state: K_hist and the operand of keys and queries,
 #: 16 x 128 bf16 each.
 OPERANDS = 2 * 16 * HEAD * 2
+#: Keys and queries of 8 tokens.
+RAW = 2 * 8 * HEAD * 2
 #: What the driver reserves of an SM's shared memory for each CTA.
 RESERVED = 1024
 
 
-def shared_memory(dtype: str, splits: int) -> int:
-    """Bytes of one CTA: two buffers for its part of a head's state, and the operands."""
-    return 2 * (HEAD // splits) * HEAD * ELEMENT[dtype] + OPERANDS
+def shared_memory(dtype: str, splits: int, grouped: bool) -> int:
+    """Bytes of one CTA: two buffers for its part of a head's state, and the operands; where heads
+    are grouped those of two units, and raw keys and queries.
+    """
+    state = 2 * (HEAD // splits) * HEAD * ELEMENT[dtype]
+    return state + 2 * OPERANDS + RAW if grouped else state + OPERANDS
 
 
 def resident(dtype: str, splits: int, grouped: bool, arch: Arch) -> int:
     """CTAs that one SM of ``arch`` holds at a time."""
     by_registers = RESIDENT_GROUPED if grouped else RESIDENT[splits]
-    return max(1, min(by_registers, arch.smem_per_sm // (shared_memory(dtype, splits) + RESERVED)))
+    bytes_each = shared_memory(dtype, splits, grouped) + RESERVED
+    return max(1, min(by_registers, arch.smem_per_sm // bytes_each))
 
 
 def is_grouped(
     geometry: Mapping[str, int], requests: int, splits: int, dtype: str, arch: Arch
 ) -> bool:
-    """Whether a CTA takes all value heads of a key head: where that still gives every resident CTA
-    work.
-
-    Only for states of 16 bits without splits: with a wider state the two forms took the same time.
+    """Whether a CTA takes consecutive heads as a stream, those of a key head with one set of
+    operands.
     """
-    ratio = geometry["value_heads"] // geometry["key_heads"]
-    if ratio == 1 or splits > 1 or ELEMENT[dtype] > 2:
-        return False
-    return requests * geometry["key_heads"] >= RESIDENT_GROUPED * arch.sm_count
+    parts = requests * geometry["value_heads"] * splits
+    return splits == LEAST_SPLITS[dtype] and parts > SINGLE_PER_SM * arch.sm_count
 
 
 class CommitterError(RuntimeError):
@@ -85,6 +100,10 @@ class CommitterError(RuntimeError):
 #: The committers among the ops, by the name under which they claim cursors.
 VERIFY = "gdn_replay.verify"
 MATERIALIZE = "gdn_replay.materialize in place"
+
+
+#: Every (key heads, value heads, dtype, device) so far, numbered.
+_KEYS: dict[tuple[int, int, str, int], int] = {}
 
 
 class Cursors:
@@ -107,7 +126,7 @@ class Cursors:
         For a geometry or dtype that the family does not have.
     """
 
-    __slots__ = ("_bank", "_committer", "_hist_len", "dtype", "geometry", "key")
+    __slots__ = ("_committer", "device", "dtype", "geometry", "key", "tensors", "verify_key")
 
     def __init__(
         self, hist_len: Any, bank: Any, *, key_heads: int, value_heads: int, dtype: str = "bf16"
@@ -118,21 +137,25 @@ class Cursors:
             raise ValueError(
                 f"value_heads {value_heads} is not a positive multiple of key_heads {key_heads}"
             )
-        self._hist_len, self._bank = hist_len, bank
+        self.tensors = (hist_len, bank)
         self.geometry = (key_heads, value_heads)
         self.dtype = dtype
-        self.key = (key_heads, value_heads, dtype)
+        self.device: int = hist_len.get_device()
+        #: What a call needs to know of the cursors, as one number.
+        self.key = _KEYS.setdefault((key_heads, value_heads, dtype, self.device), len(_KEYS))
+        #: The same once the verify op is the one that commits; until then no key of anything.
+        self.verify_key: int | None = None
         self._committer: str | None = None
 
     @property
     def hist_len(self) -> Any:
         """Live records of each slot."""
-        return self._hist_len
+        return self.tensors[0]
 
     @property
     def bank(self) -> Any:
         """The bank that holds them."""
-        return self._bank
+        return self.tensors[1]
 
     @property
     def committer(self) -> str | None:
@@ -149,6 +172,8 @@ class Cursors:
         """
         if self._committer is None:
             self._committer = committer
+            if committer == VERIFY:
+                self.verify_key = self.key
         elif self._committer != committer:
             raise CommitterError(
                 f"{committer} would commit histories that {self._committer} commits already; a "
@@ -237,16 +262,11 @@ class GdnReplay:
     def splits(
         self, geometry: Mapping[str, int], requests: int, tokens: int, dtype: str, arch: Arch
     ) -> int:
-        """The most splits whose CTAs stay within a few for each SM; at least 2 for a state wider
-        than 16 bits.
-
-        (Two buffers of an unsplit head of fp32 leave one CTA an SM: 85 us against 60 at 64
-        requests.)
-        """
+        """Few heads are split, to spread their state over the device; many are not."""
         heads = requests * geometry["value_heads"]
-        least = 2 if ELEMENT[dtype] > 2 else 1
-        fitting = [n for n in SPLITS if n >= least and heads * n <= CTAS_PER_SM * arch.sm_count]
-        return fitting[-1] if fitting else least
+        most = MOST_SPLITS[dtype]
+        fits = heads * most <= CTAS_PER_SM * arch.sm_count
+        return most if fits else LEAST_SPLITS[dtype]
 
     def plans(
         self,
@@ -267,7 +287,6 @@ class GdnReplay:
         rows, warps = SHAPE[splits]
         grouped = is_grouped(geometry, requests, splits, dtype, arch)
         held = resident(dtype, splits, grouped, arch)
-        ratio = geometry["value_heads"] // geometry["key_heads"]
         verify = Plan(
             self.name,
             "verify",
@@ -280,7 +299,7 @@ class GdnReplay:
                 ("grouped", grouped),
                 ("resident", held),
             ),
-            launch=(("heads", ratio if grouped else 1), ("ctas", held * arch.sm_count)),
+            launch=(("ctas", held * arch.sm_count),),
         )
         return (
             verify,

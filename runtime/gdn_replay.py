@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from specplan import library
 from specplan.forked import watched
-from specplan.op import ARGUMENT_ERRORS, SHAPE_ERRORS, Op
+from specplan.op import ARGUMENT_ERRORS, MOST_REMEMBERED, SHAPE_ERRORS, Op
 from specplan.plans import gdn_replay as plan
 from specplan.plans.gdn_replay import HEAD, WINDOW, CommitterError, Cursors, Pool
 from specplan.plans.manifest import PlanRecord
@@ -28,6 +28,12 @@ _STEP = 8
 
 
 class _GdnOp(Op):
+    """A hot path reads sizes off the arguments, no shape. They and the key of the cursors, which
+    names geometry, dtype and device, come to a compiled function and its launch integers. That the
+    tensors have the shapes which those sizes mean, fit each other, and are on that device, is
+    checked by the compiled module.
+    """
+
     family = "gdn_replay"
 
     def __init__(self, pack: LoadedPack) -> None:
@@ -37,7 +43,7 @@ class _GdnOp(Op):
 
     def _first(
         self,
-        key: tuple[Any, ...],
+        key: tuple[Any, ...] | None,
         cursors: Cursors,
         requests: int,
         tokens: int,
@@ -45,30 +51,27 @@ class _GdnOp(Op):
         padded: bool,
     ) -> Any:
         """What a first call of its kind comes to: (compiled function, launch integers ...), or an
-        Uncertified.
+        Uncertified. A call of no rows has None. Without a key it is not remembered.
         """
+        if requests == 0:
+            return None
         sizes = [requests]
         if padded and requests % _STEP:
             sizes.append(requests + _STEP - requests % _STEP)
-        device, geometry, dtype = key[0], cursors.geometry, cursors.dtype
+        device, geometry, dtype = cursors.device, cursors.geometry, cursors.dtype
         answers = []
         for size in sizes:
-            found = self._resolve(key, device, geometry, dtype, size, tokens, splits)
-            answers.append(found)
-            if found:
+            picked = self._chosen(device, geometry, dtype, size, tokens, splits)
+            answers.append(picked)
+            if not isinstance(picked, Uncertified):
                 break
-        arch_pack = self._pack._of_device(device)
-        if not found or arch_pack is None:
-            return answers[0]
-        picked = self._pack._pick(
-            self.family, self.op, arch_pack, geometry, dtype, size, tokens, splits
-        )
         if isinstance(picked, Uncertified):
-            return picked
-        admitted = (found, *(picked.launch[n] for n in ("heads", "ctas") if n in picked.launch))
-        if len(self._admitted) >= 1 << 16:
-            self._admitted.clear()
-        self._admitted[key] = admitted
+            return answers[0]
+        admitted = (picked.function, *picked.launch.values())
+        if key is not None:
+            if len(self._admitted) >= MOST_REMEMBERED:
+                self._admitted.clear()
+            self._admitted[key] = admitted
         return admitted
 
     def _launch(self, function: Any, arguments: tuple[Any, ...]) -> bool | Uncertified:
@@ -184,19 +187,16 @@ class VerifyStep(_GdnOp):
             ops.advance.require(cursors, slot, n_acc, 4)
         """
         try:
-            requests, tokens, _, _ = q.shape
-            if requests == 0:
-                return True
-            cursors = pool.cursors
-            found = self._admitted.get((q.get_device(), requests, tokens, cursors.key, splits))
-            if found is None or cursors.committer is not plan.VERIFY:
-                found = self._admit(pool, q, splits)
+            key = (q.numel(), slot.numel(), pool.cursors.verify_key, splits)
+            found = self._admitted.get(key)
+            if found is None:
+                found = self._admit(pool, q, slot, splits)
                 if not found:
-                    return found  # type: ignore[no-any-return]
+                    return found is None or found
             state, rec_u, rec_k, rec_G, hist_len, bank = pool.tensors
         except SHAPE_ERRORS as error:
             return self._refused(error)
-        function, heads, ctas = found
+        function, ctas = found
         try:
             function(
                 q,
@@ -215,7 +215,6 @@ class VerifyStep(_GdnOp):
                 slot,
                 out,
                 _SCALE if scale is None else scale,
-                heads,
                 ctas,
             )
         except ARGUMENT_ERRORS as error:
@@ -248,34 +247,37 @@ class VerifyStep(_GdnOp):
         commits as the call does, once a step (see there).
         """
         try:
-            if q.shape[:1] == (0,):
-                return _nothing
-            found = self._admit(pool, q, splits)
+            found = self._admit(pool, q, slot, splits)
         except SHAPE_ERRORS as error:
             return self._refused(error)
         if not found:
-            return found
-        function, heads, ctas = found
+            return _nothing if found is None else found
+        function, ctas = found
         # The launch of no work has the same numbers, so the module sees these now.
-        numbers = (_SCALE if scale is None else scale, heads, ctas)
+        numbers = (_SCALE if scale is None else scale, ctas)
         tensors = (q, k, v, a, b, A_log, dt_bias, *pool.tensors, slot, out)
         return self._fixed(function, tensors, numbers, (13,), (14,))
 
-    def _admit(self, pool: Pool, q: torch.Tensor, splits: int | None) -> Any:
+    def _admit(self, pool: Pool, q: torch.Tensor, slot: torch.Tensor, splits: int | None) -> Any:
+        """(compiled function, CTAs) of a verify that commits, an Uncertified, or None where there
+        are no rows.
+        """
+        cursors = pool.cursors
         requests, tokens, _, _ = q.shape
-        key = (q.get_device(), requests, tokens, pool.cursors.key, splits)
+        key = (q.numel(), slot.numel(), cursors.key, splits)
         found = self._admitted.get(key)
         if found is None:
-            found = self._first(key, pool.cursors, requests, tokens, splits, False)
-            if not found:
-                return found
-        pool.cursors.claim(plan.VERIFY)
+            # Of all shapes of these sizes the compiled module takes one; no other may leave its
+            # plan.
+            fits = q.shape == (slot.numel(), tokens, cursors.geometry[0], HEAD)
+            found = self._first(key if fits else None, cursors, requests, tokens, splits, False)
+        if found:
+            cursors.claim(plan.VERIFY)
         return found
 
     @classmethod
     def idle_arguments(cls, record: PlanRecord, device: torch.device) -> tuple[Any, ...]:
         spec = dict(record.spec)
-        heads = 2 if spec["grouped"] else 1
         bf16, zeros = torch.bfloat16, partial(torch.zeros, device=device)
         cursors, pools = _idle_pool(_STATE[str(spec["state"])], device)
         return (
@@ -291,8 +293,7 @@ class VerifyStep(_GdnOp):
             _no_row(device),
             zeros(1, 1, 2, HEAD, dtype=bf16),
             1.0,
-            heads,
-            1,
+            HEAD // (spec["rows"] * spec["warps"]),
         )
 
 
@@ -329,38 +330,41 @@ class Advance(_GdnOp):
 
             ops.advance.require(cursors, slot, n_acc, 4)
         """
-        found = self._admit(cursors, slot, tokens)
-        if found is None:
-            return True
-        if not found:
-            return found  # type: ignore[no-any-return]
-        return self._launch(found[0], (cursors.hist_len, cursors.bank, slot, n_acc, tokens))
+        try:
+            found = self._admitted.get((slot.numel(), cursors.key, tokens))
+            if found is None:
+                found = self._admit(cursors, slot, tokens)
+                if not found:
+                    return found is None or found
+            hist_len, bank = cursors.tensors
+        except SHAPE_ERRORS as error:
+            return self._refused(error)
+        try:
+            found[0](hist_len, bank, slot, n_acc, tokens)
+        except ARGUMENT_ERRORS as error:
+            return self._refused(error, _device(slot))
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        return True
 
     def bind(self, cursors: Cursors, slot: torch.Tensor, n_acc: torch.Tensor, tokens: int) -> Any:
         """Check and convert the arguments once; returns ``launch()`` for these buffers, or a falsy
         Uncertified. No cursor moves here.
         """
-        found = self._admit(cursors, slot, tokens)
-        if found is None:
-            return _nothing
+        try:
+            found = self._admit(cursors, slot, tokens)
+        except SHAPE_ERRORS as error:
+            return self._refused(error)
         if not found:
-            return found
-        tensors = (cursors.hist_len, cursors.bank, slot, n_acc)
+            return _nothing if found is None else found
+        tensors = (*cursors.tensors, slot, n_acc)
         return self._fixed(found[0], tensors, (tokens,), (2,))
 
     def _admit(self, cursors: Cursors, slot: torch.Tensor, tokens: int) -> Any:
         """(compiled function,), an Uncertified, or None where there are no rows."""
-        try:
-            rows = slot.shape[0]
-            if rows == 0:
-                return None
-            key = (slot.get_device(), rows, tokens, cursors.key)
-            found = self._admitted.get(key)
-            if found is None:
-                found = self._first(key, cursors, rows, tokens, None, True)
-        except SHAPE_ERRORS as error:
-            return self._refused(error)
-        return found
+        key = (slot.numel(), cursors.key, tokens)
+        found = self._admitted.get(key)
+        return found or self._first(key, cursors, slot.numel(), tokens, None, True)
 
     @classmethod
     def idle_arguments(cls, record: PlanRecord, device: torch.device) -> tuple[Any, ...]:
@@ -382,38 +386,33 @@ class Reset(_GdnOp):
 
             ops.reset.require(cursors, new_slots)
         """
-        found = self._admit(cursors, slot)
-        if found is None:
-            return True
-        if not found:
-            return found  # type: ignore[no-any-return]
-        return self._launch(found[0], (cursors.hist_len, cursors.bank, slot))
+        try:
+            found = self._admit(cursors, slot)
+            if not found:
+                return found is None or found
+            hist_len, bank = cursors.tensors
+        except SHAPE_ERRORS as error:
+            return self._refused(error)
+        return self._launch(found[0], (hist_len, bank, slot))
 
     def bind(self, cursors: Cursors, slot: torch.Tensor) -> Any:
         """Check and convert the arguments once; returns ``launch()`` for these buffers, or a falsy
         Uncertified. Nothing is reset here.
         """
-        found = self._admit(cursors, slot)
-        if found is None:
-            return _nothing
+        try:
+            found = self._admit(cursors, slot)
+        except SHAPE_ERRORS as error:
+            return self._refused(error)
         if not found:
-            return found
-        return self._fixed(found[0], (cursors.hist_len, cursors.bank, slot), (), (2,))
+            return _nothing if found is None else found
+        return self._fixed(found[0], (*cursors.tensors, slot), (), (2,))
 
     def _admit(self, cursors: Cursors, slot: torch.Tensor) -> Any:
         """(compiled function,), an Uncertified, or None where there are no rows."""
-        try:
-            rows = slot.shape[0]
-            if rows == 0:
-                return None
-            key = (slot.get_device(), rows, cursors.key)
-            found = self._admitted.get(key)
-            if found is None:
-                # The cells of one token are the ones that run reset and materialize at full size.
-                found = self._first(key, cursors, rows, 1, None, True)
-        except SHAPE_ERRORS as error:
-            return self._refused(error)
-        return found
+        key = (slot.numel(), cursors.key)
+        found = self._admitted.get(key)
+        # The cells of one token are the ones that run reset and materialize at full size.
+        return found or self._first(key, cursors, slot.numel(), 1, None, True)
 
     @classmethod
     def idle_arguments(cls, record: PlanRecord, device: torch.device) -> tuple[Any, ...]:
@@ -458,40 +457,36 @@ class Materialize(_GdnOp):
 
             ops.materialize.require(pool, slot, cache_slot, hist_len_of_the_prefix)
         """
-        found = self._admit(pool, src, dst)
-        if found is None:
-            return True
-        if not found:
-            return found  # type: ignore[no-any-return]
-        return self._launch(found[0], (*pool.tensors[:4], pool.tensors[5], src, dst, count))
+        try:
+            found = self._admit(pool, src, dst)
+            if not found:
+                return found is None or found
+            state, rec_u, rec_k, rec_G, _, bank = pool.tensors
+        except SHAPE_ERRORS as error:
+            return self._refused(error)
+        return self._launch(found[0], (state, rec_u, rec_k, rec_G, bank, src, dst, count))
 
     def bind(self, pool: Pool, src: torch.Tensor, dst: torch.Tensor, count: torch.Tensor) -> Any:
         """Check and convert the arguments once; returns ``launch()`` for these buffers, or a falsy
         Uncertified. No checkpoint is written here; errors as for the call.
         """
-        found = self._admit(pool, src, dst)
-        if found is None:
-            return _nothing
+        try:
+            found = self._admit(pool, src, dst)
+        except SHAPE_ERRORS as error:
+            return self._refused(error)
         if not found:
-            return found
+            return _nothing if found is None else found
         tensors = (*pool.tensors[:4], pool.tensors[5], src, dst, count)
         return self._fixed(found[0], tensors, (), (5, 6))
 
     def _admit(self, pool: Pool, src: torch.Tensor, dst: torch.Tensor) -> Any:
         """(compiled function,), an Uncertified, or None where there are no rows."""
-        try:
-            rows = src.shape[0]
-            if rows == 0:
-                return None
-            cursors = pool.cursors
-            key = (src.get_device(), rows, cursors.key)
-            found = self._admitted.get(key)
-            if found is None:
-                found = self._first(key, cursors, rows, 1, None, True)
-            in_place = dst.data_ptr() == src.data_ptr()
-        except SHAPE_ERRORS as error:
-            return self._refused(error)
-        if found and in_place:
+        cursors = pool.cursors
+        key = (src.numel(), cursors.key)
+        found = self._admitted.get(key)
+        if found is None:
+            found = self._first(key, cursors, src.numel(), 1, None, True)
+        if found and dst.data_ptr() == src.data_ptr():
             cursors.claim(plan.MATERIALIZE)
         return found
 

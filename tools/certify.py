@@ -38,7 +38,8 @@ SUITE = (
     "declined calls write nothing",
 )
 #: Cells whose cases share one graph: enough to spread the cost of a capture, little enough to keep
-#: memory small. A family whose cases are large says less, as ``CELLS_A_GRAPH`` in its cases.
+#: memory small. A family whose cases are large says less, as ``CELLS_A_GRAPH`` in its cases or, by
+#: the size of a cell, ``cells_a_graph(geometry, requests, tokens, dtype)``.
 BATCH = 32
 REPLAYS = 3
 
@@ -161,7 +162,6 @@ class FamilyRun:
         self.path = directory / f"{family}{shard.suffix}.yaml"
         self.progress_path = directory / f".{family}{shard.suffix}.partial.jsonl"
         self.start = time.monotonic()
-        self.batch: int = getattr(self.cases, "CELLS_A_GRAPH", BATCH)
 
     def certify(self, cells: Sequence[Cell]) -> Path:
         """Run every cell, resuming where an interrupted run stopped, and write the certificate."""
@@ -176,19 +176,33 @@ class FamilyRun:
         with self.progress_path.open("a", encoding="utf-8") as log:
             if not results:
                 log.write(json.dumps(self.binding()) + "\n")
-            for at in range(0, len(todo), self.batch):
-                batch = todo[at : at + self.batch]
+            done = 0
+            for number, batch in enumerate(self.batches(todo)):
                 for cell, result in self.run_batch(batch, uses):
                     results[cell] = result
                     log.write(json.dumps([*_key(cell), *vars(result).values()]) + "\n")
                 log.flush()
-                self.tell(at + len(batch), len(todo))
+                done += len(batch)
+                self.tell(number, done, len(todo))
         write_atomically(self.path, certificates.dumps(self.certificate(uses, results)).encode())
         self.progress_path.unlink()
         return self.path
 
-    def tell(self, done: int, total: int) -> None:
-        if sys.stderr.isatty() or done == total or (done // self.batch) % 64 == 0:
+    def batches(self, cells: Sequence[Cell]) -> Iterator[Sequence[Cell]]:
+        """Cells whose cases share one graph."""
+        by_size = getattr(self.cases, "cells_a_graph", None)
+        most: int = getattr(self.cases, "CELLS_A_GRAPH", BATCH)
+        at = 0
+        while at < len(cells):
+            cell = cells[at]
+            if by_size is not None:
+                geometry = self.catalog.problems[self.family][cell.problem]
+                most = by_size(geometry, cell.requests, cell.tokens, cell.dtype)
+            yield cells[at : at + most]
+            at += most
+
+    def tell(self, batch: int, done: int, total: int) -> None:
+        if sys.stderr.isatty() or done == total or batch % 64 == 63:
             spent = time.monotonic() - self.start
             left = spent / max(1, done) * (total - done)
             click.echo(f"{self.family}: {done}/{total} cells, about {left:.0f} s left", err=True)
@@ -230,6 +244,7 @@ class FamilyRun:
             case.restore(before)
             self.call(cell, case)
             found[cell].append((case.name, "rerun", "bits that differ", case.identical(first), 0))
+            del before, expected, first  # before the next case's are made
 
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)

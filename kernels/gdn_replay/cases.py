@@ -27,17 +27,21 @@ GUARD = 64
 GUARD_BYTES = 256
 STATE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 POOLS = ("state", "rec_u", "rec_k", "rec_G")
-#: The cases of 256 requests of 64 heads hold 2 to 4 GB, and certification keeps copies of them.
-CELLS_A_GRAPH = 4
+#: Buffers of the cells whose cases share a graph, about; certification keeps three copies of one
+#: case's besides, and one of each.
+GRAPH_BYTES = 1 << 30
 #: Rows that materialize runs on in a cell of several tokens. It does not depend on the tokens: the
-#: cells of one token, which are those that its calls come to, run it on all their requests.
+#: cells of one token, which are those that its calls come to, run it on all their requests. And how
+#: many of the rows go to another slot; the others are folded in place.
 FEW_ROWS = 8
+#: Bytes of float32 states that a comparison has at a time: in L2.
+CHUNK = 16 << 20
 
-#: buffer -> (atol, rtol, where it comes from): against the sequential float32 reference, on the
-#: inputs of ``fill``. "Seen" is the share of the bound that was measured: rec_G and the bf16
-#: state on an H200 (14 compiled functions of an earlier version, 4 head ratios, 1..8 tokens,
-#: history lengths 0..16), the others with the matrix-form reference on a CPU. The device code as it
-#: is now has not run on a GPU.
+#: buffer -> (atol, rtol, where it comes from): against the float32 reference, on the inputs of
+#: ``fill``. "Seen" is the share of the bound that was measured: on an H200, over all compiled
+#: functions, 4 geometries, 2..4 tokens and all history lengths, 0.52 at most in bf16 and 0.40 in
+#: fp32; by buffer with the matrix-form reference on a CPU, and for rec_G and the bf16 state with an
+#: earlier version on an H200.
 BOUNDS = {
     "out": (1e-3, 8e-3, "bf16 operands q^ and k^; seen 0.33"),
     "rec_u": (6e-3, 1.6e-2, "contract section 2; seen 0.42"),
@@ -180,11 +184,10 @@ def fill(
     step.integers["n_acc"].random_(0, tokens + 1, generator=generator)
     if "state" not in t:
         return
-    half = slots // 2
     src = row[:requests]
     i = step.integers
     i["src"].copy_(src)
-    i["dst"].copy_(half + src)
+    i["dst"].copy_(torch.where(src < slots - requests, requests + src, src))
     i["count"].copy_((t["hist_len"][:requests] - src % 3).clamp(min=0))
     if requests > 3:
         i["dst"][0], i["src"][1], i["dst"][2] = 0, -1, -1
@@ -257,15 +260,14 @@ def checks(
 ) -> Iterator[GdnCase]:
     """The cases that a cell must pass. ``splits`` changes the plan, not what must come out.
 
-    Verify on history lengths 0..W with padding rows, and on rows that all commit; the cursor ops on
-    every row; materialize on every row where tokens is 1, and else on a few.
+    Verify with padding rows, by turns on history lengths 0..W and on rows that all commit; the
+    cursor ops on every row; materialize on every row where tokens is 1, and else on a few.
     """
 
     def case(name: str, op: str, **options: Any) -> GdnCase:
         return GdnCase(name, op, geometry, requests, tokens, splits, dtype, device, **options)
 
-    yield case("every history length", "verify")
-    yield case("every row commits", "verify", full=True)
+    yield case("every history length, and all rows full", "verify")
     yield case("cursors", "advance")
     yield case("cursors", "reset")
     rows = requests if tokens == 1 else min(requests, FEW_ROWS)
@@ -280,7 +282,7 @@ class GdnCase:
     rows
         Rows of the call, where they are not the cell's requests.
     full
-        Whether the histories are so long that every row commits.
+        Whether the histories are so long that every row commits; by turns of the seed unless given.
     """
 
     def __init__(
@@ -295,13 +297,13 @@ class GdnCase:
         device: torch.device | str,
         *,
         rows: int | None = None,
-        full: bool = False,
+        full: bool | None = None,
     ) -> None:
         self.name, self.op = name, op
         self.geometry, self.requests, self.tokens = dict(geometry), requests, tokens
         self.splits, self.dtype, self.full = splits, dtype, full
         rows = requests if rows is None else rows
-        spare = rows if op == "materialize" else 1
+        spare = min(rows, FEW_ROWS) if op == "materialize" else 1
         pools = op in ("verify", "materialize")
         self.step = allocate(geometry, rows, tokens, dtype, device, spare, pools)
         self.generator = torch.Generator(device=device)
@@ -345,7 +347,8 @@ class GdnCase:
     def refill(self, seed: int) -> None:
         self.generator.manual_seed(seed)
         slots = self.step.tensors["hist_len"].shape[0]
-        lengths = full_lengths(slots, self.tokens, self.buffer.device) if self.full else None
+        full = seed % 2 == 1 if self.full is None else self.full
+        lengths = full_lengths(slots, self.tokens, self.buffer.device) if full else None
         fill(self.step, self.generator, seed, self.tokens, lengths=lengths)
 
     def snapshot(self) -> Tensor:
@@ -364,7 +367,11 @@ class GdnCase:
         stray = (got.buffer[self.gaps] != want.buffer[self.gaps]).sum()
         for name, memory in got.backing.items():
             differs = _words(memory) != _words(want.backing[name])
-            if name in expected.written:
+            if name == "state" and name in expected.written:
+                kept = ~expected.written[name][:, 0, 0, 0]
+                inner = expected.written[name][0].numel()
+                stray = stray + (differs[:, :inner].sum(1) * kept).sum() + differs[:, inner:].sum()
+            elif name in expected.written:
                 mine = differs[:, : expected.written[name][0].numel()] if name in POOLS else differs
                 stray = stray + differs.sum() - mine.sum()
                 if name in POOLS:
@@ -375,10 +382,15 @@ class GdnCase:
         yield Comparison("all that must not change", "words that differ", stray, 0)
         for name, written in expected.written.items():
             atol, rtol, _ = bound_of(name, self.dtype)
-            a, b = got.tensors[name].float(), want.tensors[name].float()
-            share = (a - b).abs_() / (b.abs() * rtol + atol)
+            a, b = got.tensors[name], want.tensors[name]
             # A byte that must not change is the other comparison's.
-            error = torch.where(written, share, 0.0).max()
+            if name == "state":
+                slots = written[:, 0, 0, 0].nonzero().flatten()
+                some = max(1, CHUNK // (a[0].numel() * 4))
+                shares = [_share(a[i], b[i], atol, rtol).max() for i in slots.split(some) if len(i)]
+                error = torch.stack([*shares, torch.zeros((), device=a.device)]).max()
+            else:
+                error = torch.where(written, _share(a, b, atol, rtol), 0.0).max()
             yield Comparison(name, f"{name}: |error| / ({atol:g} + {rtol:g} |value|)", error, 1.0)
 
     def identical(self, snapshot: Tensor) -> Tensor:
@@ -388,6 +400,19 @@ class GdnCase:
 def bound_of(name: str, dtype: str) -> tuple[float, float, str]:
     """(atol, rtol, source) of a buffer that an op writes, by the dtype of the state."""
     return FP32_STATE_BOUND if name == "state" and dtype == "fp32" else BOUNDS[name]
+
+
+def cells_a_graph(geometry: Mapping[str, int], requests: int, tokens: int, dtype: str) -> int:
+    """How many cells of this size certification may keep the buffers of."""
+    element = STATE_DTYPES[dtype].itemsize
+    each = requests * geometry["value_heads"] * (HEAD * HEAD * element + 4 * WINDOW * HEAD)
+    return min(16, max(1, GRAPH_BYTES // (each * (2 if tokens == 1 else 1))))
+
+
+def _share(a: Tensor, b: Tensor, atol: float, rtol: float) -> Tensor:
+    """|a - b| / (atol + rtol |b|), in float32."""
+    a, b = a.float(), b.float()
+    return (a - b).abs_().div_(b.abs().mul_(rtol).add_(atol))
 
 
 def _words(memory: Tensor) -> Tensor:
@@ -406,12 +431,12 @@ def reference_arguments(op: str) -> tuple[str, ...]:
 
 
 def run_reference(op: str, step: Step, tokens: int) -> None:
-    """An op's reference on a step, in place."""
+    """An op's reference on a step, in place; verify's by the exact matrix form."""
     named = {**step.tensors, **step.integers}
     arguments: list[Any] = [named[name] for name in reference_arguments(op)]
     if op == "advance":
         arguments.append(tokens)
-    getattr(reference, op)(*arguments)
+    getattr(reference, {"verify": "verify_exact"}.get(op, op))(*arguments)
 
 
 def written_by(op: str, step: Step, tokens: int) -> dict[str, Tensor]:
@@ -486,6 +511,8 @@ def declined(device: torch.device) -> Iterator[tuple[str, dict[str, Any], Tensor
         yield changed("verify", f"{name} has a row less", **{name: lambda t: t[:-1]})
         yield changed("verify", f"{name} has a token less", **{name: lambda t: t[:, :-1]})
         yield changed("verify", f"{name} has a head less", **{name: lambda t: t[:, :, :-1]})
+        if device.type == "cuda":
+            yield changed("verify", f"{name} is on the CPU", **{name: lambda t: t.cpu()})
     for name in ("q", "k", "v", "out"):
         narrow = {name: lambda t: t[..., :-1]}
         yield changed("verify", f"heads of {name} are narrow", **narrow)

@@ -32,15 +32,15 @@ dense and unit strides, 128, 16 and 2, and that N, T, HK, HV and slots agree bet
 Batch strides are 32-bit, slot strides 64-bit. A function without rows must not be called.
 
 ``verify(q, k, v, a, b, A_log, dt_bias, state, rec_u, rec_k, rec_G, hist_len, bank, slot, out,
-scale, heads, ctas)``
+scale, ctas)``
     q, k [N, T, HK, 128] and v, out [N, T, HV, 128] bf16: 16-byte aligned, strides of N and T
     multiples of 8 elements; a, b [N, T, HV] bf16, any strides of N and T; A_log, dt_bias [HV] fp32;
     state [slots, HV, 128, 128] bf16 or fp32; rec_u [slots, HV, 2, 16, 128] and rec_k
     [slots, HK, 2, 16, 128] bf16; rec_G [slots, HV, 2, 16] fp32: dense within a slot, slot strides
     multiples of 16 bytes (rec_G: any); hist_len, bank [slots] int32; slot [N] int32, any stride;
-    scale float; heads, ctas int32 from the plan's launch parameters.
-    The caller checks: N, T >= 1; T <= the plan's ``tokens``; HV is a multiple of HK, and HV / HK of
-    ``heads``; live slots are unique and below slots; hist_len in 0..16, bank 0 or 1.
+    scale float; ctas int32, from the plan's launch parameters and at least its splits.
+    The caller checks: N, T >= 1; T <= the plan's ``tokens``; HV is a multiple of HK; live slots are
+    unique and below slots; hist_len in 0..16, bank 0 or 1.
 ``advance(hist_len, bank, slot, n_acc, tokens)``
     n_acc [N] int32, any stride; tokens int32, the T of the verify launch. The caller checks:
     1 <= tokens <= 16, 0 <= n_acc <= tokens, N >= 1.
@@ -178,14 +178,25 @@ class Share:
     """This thread's share of making X: one token, and of its k and q the same 16-byte chunks."""
 
     def __init__(self, thread: Int32, warps: int) -> None:
-        self.threads = warps * LANES // 8  # of one token
-        self.token = thread // self.threads
+        self.threads = min(warps * LANES // 8, 2 * HEAD // 16)  # of one token
+        self.token = thread // self.threads % 8  # from 128 threads on, two make the same
         self.first = thread % self.threads
         self.chunks = range(0, 2 * HEAD // 16, self.threads)
+        self.plane = warps * LANES * 16  # bytes of one chunk of every thread
 
     def load(self, row: Int64, live: Boolean) -> list[list[Int32]]:
         start = row + Int64(self.first * 16)
         return [ptx.load_constant(start + Int64(chunk * 16), 4, live) for chunk in self.chunks]
+
+    def request(self, to: Int32, row: Int64, live: Boolean) -> None:
+        """``load`` by way of shared memory that this thread has for itself."""
+        start = row + Int64(self.first * 16)
+        for i, chunk in enumerate(self.chunks):
+            ptx.copy_async_or_zero(to + i * self.plane, start + Int64(chunk * 16), live)
+
+    def take(self, at: Int32) -> list[list[Int32]]:
+        """What was requested, once this thread has waited for it."""
+        return [ptx.load_shared(at, i * self.plane) for i in range(len(self.chunks))]
 
 
 def normalize(share: Share, raw: list[list[Int32]], scale: Float32) -> list[list[Int32]]:
@@ -307,6 +318,26 @@ def load_records(
         )
 
 
+class RecordShare:
+    """This thread's share of K_hist by way of registers: what ``load_records`` copies, where the
+    copy must not be one of the groups that tiles are counted in.
+    """
+
+    def __init__(self, thread: Int32, warps: int) -> None:
+        self.chunks = [thread + first for first in range(0, 16 * 16, warps * LANES)]
+
+    def load(self, slot_k: Int64, cursor: Cursor, live: Boolean) -> list[list[Int32]]:
+        source = slot_k + Int64(cursor.bank * BANK_BYTES)
+        return [
+            ptx.load_constant(source + Int64(chunk * 16), 4, live & ((chunk >> 4) < cursor.length))
+            for chunk in self.chunks
+        ]
+
+    def store(self, records: Shared16, words: list[list[Int32]]) -> None:
+        for chunk, row in zip(self.chunks, words, strict=True):
+            ptx.store_shared(records.chunk(chunk >> 4, chunk & 15), row)
+
+
 class Tile:
     """A warp's rows of one head's state in shared memory, 16-byte chunks swizzled against bank
     conflicts.
@@ -338,6 +369,10 @@ class Tile:
             to = shared + parity * self.row_bytes + ((lane & 15) ^ (parity << 2)) * 16
             for pair in range(self.rows // 2):
                 ptx.copy_async(to, pair * 512, here, pair * 512)
+
+    def prefetch(self, source: Int64, leads: Boolean) -> None:
+        """Brings the tile to L2, by one lane."""
+        ptx.prefetch_l2(source, self.bytes, leads)
 
     def lane_bases(self, shared: Int32, lane: Lane) -> tuple[Int32, Int32]:
         """Addresses of the lane's first two chunks of tile 0; later ones lie at constant offsets
@@ -573,11 +608,20 @@ def pack_all(values: list[Float32]) -> list[Int32]:
 class Verify:
     """The verify op. One instance is one plan's specialization.
 
-    The grid is at most ``ctas`` CTAs. Each walks units of work (row of the batch, ``heads`` heads
-    of one key head, part of the value rows) in strides of the grid. A warp has two buffers for its
-    state tiles, used in turn. ``grouped`` units have two or more heads, and a tile is requested as
-    soon as its buffer has been read, two heads before it is needed; other units have one head, and
-    the next unit's tile is requested before this one is worked on.
+    The grid is at most ``ctas`` CTAs. A warp has two buffers for its tiles of the state, used in
+    turn. ``kernel`` walks units of one head, or a part of its value rows, in strides of the grid;
+    the next unit's tile is requested before this one is worked on. For few heads, where all that
+    counts is how soon the first result is there.
+
+    ``grouped_kernel`` is for many heads. A CTA takes consecutive ones, its even share of all rows'
+    heads, as one stream: a tile is requested as soon as its buffer has been read, two heads before
+    it is needed, and what else a head is made of is loaded into registers while the head before it
+    is worked on. A *unit* is what the stream has of one key head; the next unit's keys, queries and
+    K_hist are requested in a unit's first head, and have shared memory of their own. So a unit
+    begins with one barrier and no wait for memory.
+
+    Both bring their first tiles to L2 before they wait for earlier grids. That reads row slots
+    which those may still write, for nothing but the prefetch.
     """
 
     def __init__(
@@ -597,6 +641,10 @@ class Verify:
         self.resident = resident
         self.tile = Tile(self.wide, rows)
         self.parts = HEAD // (rows * warps)
+        self.pair = Shared16.BYTES + Operand.BYTES
+        self.raw = 2 * 16 * max(8 * HEAD * 2 // 16, warps * LANES)  # keys and queries of 8 tokens
+        self.operands = 2 * self.pair + self.raw if grouped else self.pair
+        self.shared_memory = 2 * warps * self.tile.bytes + self.operands
 
     @cute.jit
     def __call__(
@@ -617,18 +665,20 @@ class Verify:
         slot: cute.Tensor,
         out: cute.Tensor,
         scale: Float32,
-        heads: Int32,
         ctas: Int32,
         stream: Any,
     ) -> None:
-        units = v.shape[0] * (v.shape[2] // heads) * self.parts
-        self.kernel(
+        parts = v.shape[0] * v.shape[2] * self.parts
+        kernel = self.grouped_kernel if cutlass.const_expr(self.grouped) else self.kernel
+        if cutlass.const_expr(self.grouped):
+            ctas = ctas // self.parts * self.parts
+        kernel(
             q, k, v, a, b, A_log, dt_bias,
-            state, rec_u, rec_k, rec_G, hist_len, bank, slot, out, scale, heads,
+            state, rec_u, rec_k, rec_G, hist_len, bank, slot, out, scale,
         ).launch(
-            grid=(cutlass.min(units, ctas), 1, 1),
+            grid=(cutlass.min(parts, ctas), 1, 1),
             block=(LANES * self.warps, 1, 1),
-            smem=2 * self.warps * self.tile.bytes + Shared16.BYTES + Operand.BYTES,
+            smem=self.shared_memory,
             stream=stream,
             use_pdl=True,
             min_blocks_per_mp=self.resident,
@@ -654,7 +704,6 @@ class Verify:
         slot: cute.Tensor,
         out: cute.Tensor,
         scale: Float32,
-        heads: Int32,
     ) -> None:
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -663,39 +712,40 @@ class Verify:
         value_heads = Int32(v.shape[2])
         ratio = value_heads // Int32(k.shape[2])
         per_ratio = (Int32(1 << 16) + ratio - 1) // ratio
-        row_units = value_heads // heads * self.parts
+        row_units = value_heads * self.parts
         rows = Int32(v.shape[0])
         step_row, step_unit = ctas // row_units, ctas % row_units
         tokens = Int32(q.shape[1])
         shared = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint()
         records = Shared16(shared)
         X = Operand(shared + Shared16.BYTES)
-        buffer = shared + Shared16.BYTES + Operand.BYTES + warp * (2 * self.tile.bytes)
+        buffer = shared + self.operands + warp * (2 * self.tile.bytes)
+        # a unit is (row n, head and part within the row); *_1 belong to the unit after this one,
+        # *_2 to the one after that
+        n, within = cta // row_units, cta % row_units
+        early = early_slot(slot, n, state)
+        if early >= 0:
+            self.tile.prefetch(self.tile_address(state, early, within, warp), thread % LANES == 0)
         ptx.wait_for_previous_grid()
         ptx.let_next_grid_launch()
 
-        # a unit is (row n, heads and part within the row); *_1 belong to the unit after this one,
-        # *_2 to the one after that
-        n, within = cta // row_units, cta % row_units
         n_1, within_1 = advance_unit(n, within, step_row, step_unit, row_units)
         s = ptx.load(element_address(slot, n), 1)[0]
         s_1 = row_slot(slot, n_1, rows)
+        length, current = cursor_of(hist_len, bank, s)
         if s >= 0:
-            for i in cutlass.range_constexpr(2 if self.grouped else 1):
-                tile_at = self.tile_address(state, s, within, warp, heads, i)
-                self.tile.request(buffer + i * self.tile.bytes, tile_at, thread % LANES)
+            tile_at = self.tile_address(state, s, within, warp)
+            self.tile.request(buffer, tile_at, thread % LANES)
         ptx.copy_async_commit()
-        length = ptx.load(element_address(hist_len, s), 1, s >= 0)[0]
-        current = ptx.load(element_address(bank, s), 1, s >= 0)[0]
         parity = Int32(0)
 
         while n < rows:
             me = ptx.opaque(thread)
             lane = Lane(me % LANES, self.rows // 8)
-            first_head = within // self.parts * heads
+            head = within // self.parts
             part = within % self.parts
             first_row = (part * self.warps + warp) * self.rows
-            key_head = (first_head * per_ratio) >> 16
+            key_head = (head * per_ratio) >> 16
             column = first_row + lane.result_row
             live = lane.token < tokens
             cursor = Cursor(length, current)
@@ -707,117 +757,242 @@ class Verify:
             if s >= 0:
                 load_records(records, slot_k, cursor, me, self.warps)
             ptx.copy_async_commit()
-            if cutlass.const_expr(not self.grouped):
-                if s_1 >= 0:
-                    tile_at = self.tile_address(state, s_1, within_1, warp, heads, 0)
-                    self.tile.request(buffer + (1 - parity) * self.tile.bytes, tile_at, lane.index)
-                ptx.copy_async_commit()
-            length = ptx.load(element_address(hist_len, s_1), 1, s_1 >= 0)[0]
-            current = ptx.load(element_address(bank, s_1), 1, s_1 >= 0)[0]
+            if s_1 >= 0:
+                tile_at = self.tile_address(state, s_1, within_1, warp)
+                self.tile.request(buffer + (1 - parity) * self.tile.bytes, tile_at, lane.index)
+            ptx.copy_async_commit()
+            length, current = cursor_of(hist_len, bank, s_1)
             n_2, within_2 = advance_unit(n_1, within_1, step_row, step_unit, row_units)
             s_2 = row_slot(slot, n_2, rows)
 
             if s < 0:
-                for i in cutlass.range(heads, unroll=1):
-                    zeros = [Int32(0)] * lane.tiles
-                    head_out = element_address(out, n, lane.token, first_head + i, column)
-                    ptx.store(head_out, zeros, live)
-                    if cutlass.const_expr(self.grouped):
-                        later = i + 2 - heads
-                        if (later >= 0) & (s_1 >= 0):
-                            here = buffer + ((parity + i) & 1) * self.tile.bytes
-                            tile_at = self.tile_address(state, s_1, within_1, warp, heads, later)
-                            self.tile.request(here, tile_at, lane.index)
-                        ptx.copy_async_commit()
+                zeros = [Int32(0)] * lane.tiles
+                ptx.store(element_address(out, n, lane.token, head, column), zeros, live)
             else:
                 every = Boolean(True)
-                next_v = ptx.load_constant(
-                    element_address(v, n, lane.token, first_head, column), lane.tiles, live
+                values = ptx.load_constant(
+                    element_address(v, n, lane.token, head, column), lane.tiles, live
                 )
-                next_raw = request_token(
-                    element_address(a, n, lane.token, first_head),
-                    element_address(b, n, lane.token, first_head),
-                    element_address(A_log, first_head),
-                    element_address(dt_bias, first_head),
+                raw = request_token(
+                    element_address(a, n, lane.token, head),
+                    element_address(b, n, lane.token, head),
+                    element_address(A_log, head),
+                    element_address(dt_bias, head),
                     live,
                     every,
                 )
-                next_G = request_decays(element_address(rec_G, s, first_head), lane, cursor, every)
-                next_u = request_deltas(
-                    element_address(rec_u, s, first_head), lane, cursor, first_row, every
-                )
+                head_G = element_address(rec_G, s, head)
+                head_u = element_address(rec_u, s, head)
+                decays = request_decays(head_G, lane, cursor, every)
+                deltas = request_deltas(head_u, lane, cursor, first_row, every)
 
-                commits = cursor.length + tokens > WINDOW
-                to_row = ptx.select(commits, Int32(0), cursor.length)
-                to_bank = ptx.select(commits, 1 - cursor.bank, cursor.bank)
-                to_record = to_bank * WINDOW + to_row
-                first_reader = (part == 0) & (first_head == key_head * ratio)
+                commits, to_record = self.new_records(cursor, tokens)
                 store_operand(
                     X,
                     share,
                     normalize(share, raw_k, Float32(1.0)),
                     normalize(share, raw_q, scale),
                     slot_k + Int64((to_record + share.token) * (HEAD * 2)),
-                    first_reader & (share.token < tokens),
+                    (part == 0) & (head == key_head * ratio) & (share.token < tokens),
                 )
                 to_record = to_record + lane.token
-                ptx.copy_async_wait(0 if self.grouped else 1)
+                ptx.copy_async_wait(1)
                 ptx.sync_cta()
 
                 C, M = shared_products(lane, X, records)
-                for i in cutlass.range(heads if self.grouped else 1, unroll=1):
-                    here = buffer + ((parity + i) & 1) * self.tile.bytes
-                    bases = self.tile.lane_bases(here, lane)
-                    # hidden from the optimizer, which would keep every address of the row in
-                    # registers over this loop
-                    row_n, row_s = (ptx.opaque(n), ptx.opaque(s)) if self.grouped else (n, s)
-                    head = first_head + i
-                    head_G = element_address(rec_G, row_s, head)
-                    head_u = element_address(rec_u, row_s, head)
-                    values, raw, decays, deltas = next_v, next_raw, next_G, next_u
-                    if cutlass.const_expr(self.grouped):
-                        after = head + 1
-                        more = i + 1 < heads
-                        next_v = ptx.load_constant(
-                            element_address(v, row_n, lane.token, after, column),
-                            lane.tiles,
-                            live & more,
-                        )
-                        next_raw = request_token(
-                            element_address(a, row_n, lane.token, after),
-                            element_address(b, row_n, lane.token, after),
-                            element_address(A_log, after),
-                            element_address(dt_bias, after),
-                            live & more,
-                            more,
-                        )
-                        next_G = request_decays(
-                            element_address(rec_G, row_s, after), lane, cursor, more
-                        )
-                        next_u = request_deltas(
-                            element_address(rec_u, row_s, after), lane, cursor, first_row, more
-                        )
-                        ptx.copy_async_wait(1)
-                        ptx.sync_warp()
+                bases = self.tile.lane_bases(buffer + parity * self.tile.bytes, lane)
+                R = state_products(lane, X, self.tile.reader(bases))
+                gates = Gates(raw, lane, live)
+                weights = Weights(decays, lane, cursor)
+                base = ptx.select(commits, Float32(0.0), weights.total)
+                ptx.store(
+                    head_G + Int64(to_record * 4),
+                    [ptx.float_to_bits(base + gates.c)],
+                    live & (first_row == 0) & (lane.quad == 0),
+                )
+                U = delta_columns(lane, deltas)
+                H = add_history(R, C, weights, U)
+                u, y = substitute(lane, self.tokens, gates, values, M, H)
+                head_out = element_address(out, n, lane.token, head, column)
+                ptx.store(head_out, pack_all(y), live)
+                ptx.store(head_u + Int64(to_record * (HEAD * 2) + column * 2), pack_all(u), live)
+                if commits:
+                    row = first_row + lane.operand_row + lane.odd
+                    target = element_address(state, s, head, row, lane.quad * 8)
+                    weighted = weigh(lane, weights, U)
+                    # a loop, because the compiler turns straight code under a branch into
+                    # predicated code that always runs
+                    for half in cutlass.range(2, unroll=1):
+                        fold(
+                            lane, half, weights.decay, weighted, records,
+                            self.tile.reader(bases, half),
+                            target + Int64(half * (self.tile.row_bytes // 2)), self.wide,
+                        )  # fmt: skip
+                ptx.sync_cta()
+
+            n, within, s = n_1, within_1, s_1
+            n_1, within_1, s_1 = n_2, within_2, s_2
+            parity = 1 - parity
+
+    @cute.kernel
+    def grouped_kernel(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        A_log: cute.Tensor,
+        dt_bias: cute.Tensor,
+        state: cute.Tensor,
+        rec_u: cute.Tensor,
+        rec_k: cute.Tensor,
+        rec_G: cute.Tensor,
+        hist_len: cute.Tensor,
+        bank: cute.Tensor,
+        slot: cute.Tensor,
+        out: cute.Tensor,
+        scale: Float32,
+    ) -> None:
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        thread, _, _ = cute.arch.thread_idx()
+        value_heads = Int32(v.shape[2])
+        ratio = value_heads // Int32(k.shape[2])
+        per_ratio = (Int32(1 << 16) + ratio - 1) // ratio
+        rows = Int32(v.shape[0])
+        tokens = Int32(q.shape[1])
+        part = cta % self.parts
+        first_row = (part * self.warps + thread // LANES) * self.rows
+        shared = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint()
+        buffer = shared + self.operands + thread // LANES * (2 * self.tile.bytes)
+        # This CTA's share: ``left`` heads from ``head`` of row n on. *_1 and *_2 belong to the rows
+        # after row n.
+        shares, index, heads = ctas // self.parts, cta // self.parts, rows * value_heads
+        left = heads // shares
+        start = left * index + cutlass.min(index, heads % shares)
+        left = left + Int32(index < heads % shares)
+        n, head = start // value_heads, start % value_heads
+        early, early_1 = early_slot(slot, n, state), early_slot(slot, n + 1, state)
+        for i in cutlass.range_constexpr(2):
+            s_t, tile_at = self.tile_ahead(
+                state, (early, early_1, Int32(-1)), head + i, first_row, value_heads, i < left
+            )
+            if s_t >= 0:
+                self.tile.prefetch(tile_at, thread % LANES == 0)
+        ptx.wait_for_previous_grid()
+        ptx.let_next_grid_launch()
+
+        self.request_keys(shared, thread, q, k, n, (head * per_ratio) >> 16)
+        ptx.copy_async_commit()
+        s = ptx.load(element_address(slot, n), 1)[0]
+        s_1, s_2 = row_slot(slot, n + 1, rows), row_slot(slot, n + 2, rows)
+        length, current = cursor_of(hist_len, bank, s)
+        for i in cutlass.range_constexpr(2):
+            s_t, tile_at = self.tile_ahead(
+                state, (s, s_1, s_2), head + i, first_row, value_heads, i < left
+            )
+            if s_t >= 0:
+                self.tile.request(buffer + i * self.tile.bytes, tile_at, thread % LANES)
+            ptx.copy_async_commit()
+        length_1, current_1 = cursor_of(hist_len, bank, s_1)
+        raw_K = RecordShare(thread, self.warps).load(
+            element_address(rec_k, s, (head * per_ratio) >> 16), Cursor(length, current), s >= 0
+        )
+        next_v, next_token, next_G, next_u = self.request_head(
+            Lane(thread % LANES, self.rows // 8), Cursor(length, current),
+            v, a, b, A_log, dt_bias, rec_u, rec_G, n, s, head, first_row, s >= 0,
+        )  # fmt: skip
+        RecordShare(thread, self.warps).store(Shared16(shared), raw_K)
+        ptx.copy_async_wait(1)
+        parity, at = Int32(0), Int32(0)
+
+        while left > 0:
+            me = ptx.opaque(thread)
+            lane = Lane(me % LANES, self.rows // 8)
+            live = lane.token < tokens
+            column = first_row + lane.result_row
+            share = Share(me, self.warps)
+            raw = self.raw_of(shared, me)
+            operands = shared + parity * self.pair
+            records = Shared16(operands)
+            X = Operand(operands + Shared16.BYTES)
+            key_head = (head * per_ratio) >> 16
+            unit = cutlass.min((key_head + 1) * ratio - head, left)
+            cursor = Cursor(length, current)
+            commits, to_record = self.new_records(cursor, tokens)
+            store_operand(
+                X,
+                share,
+                normalize(share, share.take(raw), Float32(1.0)),
+                normalize(share, share.take(raw + self.raw // 2), scale),
+                element_address(rec_k, s, key_head) + Int64((to_record + share.token) * (HEAD * 2)),
+                (s >= 0) & (part == 0) & (head == key_head * ratio) & (share.token < tokens),
+            )
+            to_record = to_record + lane.token
+            # the unit after this one: further on in this row, or the first of the next
+            wraps = head + unit >= value_heads
+            head_1 = ptx.select(wraps, Int32(0), head + unit)
+            s_a = ptx.select(unit < left, ptx.select(wraps, s_1, s), Int32(-1))
+            cursor_a = Cursor(
+                ptx.select(wraps, length_1, length), ptx.select(wraps, current_1, current)
+            )
+            # All warps have passed the barrier before, so none reads this pair of operands any
+            # more; behind this one, none reads the other pair.
+            ptx.sync_cta()
+
+            C, M = shared_products(lane, X, records)
+            for i in cutlass.range(unit, unroll=1):
+                here = buffer + at * self.tile.bytes
+                bases = self.tile.lane_bases(here, lane)
+                values, token, decays, deltas = next_v, next_token, next_G, next_u
+
+                last = i + 1 == unit
+                # hidden from the optimizer, which would keep every address of the row in registers
+                # over this loop
+                row_n, row_s = ptx.opaque(n), ptx.opaque(s)
+                n_b = ptx.select(last & wraps, row_n + 1, row_n)
+                s_b = ptx.select(last, s_a, row_s)
+                head_b = ptx.select(last, head_1, head + i + 1)
+                cursor_b = Cursor(
+                    ptx.select(last, cursor_a.length, length),
+                    ptx.select(last, cursor_a.bank, current),
+                )
+                next_v, next_token, next_G, next_u = self.request_head(
+                    lane, cursor_b,
+                    v, a, b, A_log, dt_bias, rec_u, rec_G, n_b, s_b, head_b, first_row, s_b >= 0,
+                )  # fmt: skip
+
+                # younger than this head's tile: the next head's and, in a unit's first two, the
+                # next unit's operands
+                if i < 2:
+                    ptx.copy_async_wait(2)
+                else:
+                    ptx.copy_async_wait(1)
+                ptx.sync_warp()
+                head_out = element_address(out, row_n, lane.token, head + i, column)
+                if s < 0:
+                    ptx.store(head_out, [Int32(0)] * lane.tiles, live)
+                else:
                     R = state_products(lane, X, self.tile.reader(bases))
-                    gates = Gates(raw, lane, live)
+                    gates = Gates(token, lane, live)
                     weights = Weights(decays, lane, cursor)
                     base = ptx.select(commits, Float32(0.0), weights.total)
                     ptx.store(
-                        head_G + Int64(to_record * 4),
+                        element_address(rec_G, row_s, head + i) + Int64(to_record * 4),
                         [ptx.float_to_bits(base + gates.c)],
                         live & (first_row == 0) & (lane.quad == 0),
                     )
                     U = delta_columns(lane, deltas)
                     H = add_history(R, C, weights, U)
                     u, y = substitute(lane, self.tokens, gates, values, M, H)
-                    head_out = element_address(out, row_n, lane.token, head, column)
                     ptx.store(head_out, pack_all(y), live)
-                    to_u = head_u + Int64(to_record * (HEAD * 2) + column * 2)
+                    to_u = element_address(rec_u, row_s, head + i)
+                    to_u = to_u + Int64(to_record * (HEAD * 2) + column * 2)
                     ptx.store(to_u, pack_all(u), live)
                     if commits:
                         row = first_row + lane.operand_row + lane.odd
-                        target = element_address(state, row_s, head, row, lane.quad * 8)
+                        target = element_address(state, row_s, head + i, row, lane.quad * 8)
                         weighted = weigh(lane, weights, U)
                         # a loop, because the compiler turns straight code under a branch into
                         # predicated code that always runs
@@ -827,29 +1002,122 @@ class Verify:
                                 self.tile.reader(bases, half),
                                 target + Int64(half * (self.tile.row_bytes // 2)), self.wide,
                             )  # fmt: skip
-                    if cutlass.const_expr(self.grouped):
-                        ptx.sync_warp()
-                        later = i + 2 - heads
-                        later_s = ptx.select(later < 0, s, s_1)
-                        if later_s >= 0:
-                            later_within = ptx.select(later < 0, within, within_1)
-                            later_i = ptx.select(later < 0, i + 2, later)
-                            tile_at = self.tile_address(
-                                state, later_s, later_within, warp, heads, later_i
-                            )
-                            self.tile.request(here, tile_at, lane.index)
-                        ptx.copy_async_commit()
-                ptx.sync_cta()
 
-            n, within, s = n_1, within_1, s_1
-            n_1, within_1, s_1 = n_2, within_2, s_2
-            parity = (parity + heads) & 1
+                ptx.sync_warp()
+                if i == 0:
+                    if s_a >= 0:
+                        to = shared + (1 - parity) * self.pair
+                        key_head_1 = (head_1 * per_ratio) >> 16
+                        slot_k = element_address(rec_k, s_a, key_head_1)
+                        load_records(Shared16(to), slot_k, cursor_a, me, self.warps)
+                        n_1 = row_n + Int32(wraps)
+                        self.request_keys(shared, me, q, k, n_1, key_head_1)
+                    ptx.copy_async_commit()
+                s_t, tile_at = self.tile_ahead(
+                    state, (s, s_1, s_2), head + i + 2, first_row, value_heads, i + 2 < left
+                )
+                if s_t >= 0:
+                    self.tile.request(here, tile_at, lane.index)
+                ptx.copy_async_commit()
+                at = 1 - at
 
-    def tile_address(
-        self, state: cute.Tensor, s: Int32, within: Int32, warp: Int32, heads: Int32, i: Int32 | int
-    ) -> Int64:
+            # the next unit's operands and first tile; its second one may be under way
+            ptx.copy_async_wait(1)
+            parity = 1 - parity
+            left = left - unit
+            head = head_1
+            if wraps:
+                n = n + 1
+                s, length, current = s_1, length_1, current_1
+                s_1 = s_2
+                length_1, current_1 = cursor_of(hist_len, bank, s_1)
+                s_2 = row_slot(slot, n + 2, rows)
+
+    @staticmethod
+    def tile_ahead(
+        state: cute.Tensor,
+        slots: tuple[Int32, Int32, Int32],
+        head: Int32,
+        first_row: Int32,
+        value_heads: Int32,
+        exists: Boolean,
+    ) -> tuple[Int32, Int64]:
+        """The slot, or -1, and the address of a warp's rows of a head, which is counted from row
+        n's first one on into the next rows.
+        """
+        once, twice = head >= value_heads, head >= value_heads * 2
+        s = ptx.select(twice, slots[2], ptx.select(once, slots[1], slots[0]))
+        rows = ptx.select(twice, Int32(2), Int32(once))
+        source = element_address(state, s, head - rows * value_heads, first_row)
+        return ptx.select(exists, s, Int32(-1)), source
+
+    @staticmethod
+    def new_records(cursor: Cursor, tokens: Int32) -> tuple[Boolean, Int32]:
+        """Whether a row commits, and where its first new record goes, counted over both banks."""
+        commits = cursor.length + tokens > WINDOW
+        to_row = ptx.select(commits, Int32(0), cursor.length)
+        to_bank = ptx.select(commits, 1 - cursor.bank, cursor.bank)
+        return commits, to_bank * WINDOW + to_row
+
+    def raw_of(self, shared: Int32, thread: Int32) -> Int32:
+        """Where this thread has its share of a unit's keys; half of ``raw`` on, of its queries."""
+        return shared + 2 * self.pair + thread * 16
+
+    def request_keys(
+        self,
+        shared: Int32,
+        thread: Int32,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        n: Int32,
+        key_head: Int32,
+    ) -> None:
+        """Requests this thread's shares of a unit's keys and queries."""
+        share = Share(thread, self.warps)
+        live = share.token < Int32(q.shape[1])
+        raw = self.raw_of(shared, thread)
+        share.request(raw, element_address(k, n, share.token, key_head), live)
+        share.request(raw + self.raw // 2, element_address(q, n, share.token, key_head), live)
+
+    @staticmethod
+    def request_head(
+        lane: Lane,
+        cursor: Cursor,
+        v: cute.Tensor,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        A_log: cute.Tensor,
+        dt_bias: cute.Tensor,
+        rec_u: cute.Tensor,
+        rec_G: cute.Tensor,
+        n: Int32,
+        s: Int32,
+        head: Int32,
+        first_row: Int32,
+        exists: Boolean,
+    ) -> tuple[list[Int32], list[Float32], list[Float32], list[Int32]]:
+        """All that a warp's rows of a head are made of besides the state and what the heads of a
+        key head share: values, gates, and the history's decays and deltas.
+        """
+        live = exists & (lane.token < Int32(v.shape[1]))
+        column = first_row + lane.result_row
+        return (
+            ptx.load_constant(element_address(v, n, lane.token, head, column), lane.tiles, live),
+            request_token(
+                element_address(a, n, lane.token, head),
+                element_address(b, n, lane.token, head),
+                element_address(A_log, head),
+                element_address(dt_bias, head),
+                live,
+                exists,
+            ),
+            request_decays(element_address(rec_G, s, head), lane, cursor, exists),
+            request_deltas(element_address(rec_u, s, head), lane, cursor, first_row, exists),
+        )
+
+    def tile_address(self, state: cute.Tensor, s: Int32, within: Int32, warp: Int32) -> Int64:
         row = (within % self.parts * self.warps + warp) * self.rows
-        return element_address(state, s, within // self.parts * heads + i, row)
+        return element_address(state, s, within // self.parts, row)
 
 
 def advance_unit(
@@ -859,6 +1127,21 @@ def advance_unit(
     within = within + step_unit
     wraps = within >= row_units
     return n + step_row + Int32(wraps), ptx.select(wraps, within - row_units, within)
+
+
+def cursor_of(hist_len: cute.Tensor, bank: cute.Tensor, s: Int32) -> tuple[Int32, Int32]:
+    """hist_len and bank of a slot; zeros where there is none."""
+    length = ptx.load(element_address(hist_len, s), 1, s >= 0)[0]
+    return length, ptx.load(element_address(bank, s), 1, s >= 0)[0]
+
+
+def early_slot(slot: cute.Tensor, n: Int32, state: cute.Tensor) -> Int32:
+    """The slot of row n as it is while earlier grids may still run, for a prefetch: whatever has
+    been there is a slot or becomes -1. Past L1, which would keep it for the load that counts.
+    """
+    exists = n < Int32(slot.shape[0])
+    s = ptx.load(element_address(slot, n), 1, exists, ".cg")[0]
+    return ptx.select(exists & (s >= 0) & (s < Int32(state.shape[0])), s, Int32(-1))
 
 
 def row_slot(slot: cute.Tensor, n: Int32, rows: Int32) -> Int32:
@@ -1094,5 +1377,5 @@ def lower(plan: Plan) -> tuple[Callable[..., None], tuple[Any, ...]]:
     return Verify(state, *sizes), (
         *key_rows, value_rows[0], *gate_rows, heads, fakes.tensor(Float32, ("HV",), 0),
         *fakes.pools(state), *fakes.cursors(), *fakes.row_integers(1), value_rows[1],
-        Float32(1.0), Int32(1), Int32(1), stream,
+        Float32(1.0), Int32(1), stream,
     )  # fmt: skip

@@ -218,8 +218,19 @@ def copy_async_or_zero(shared: Int32, address: Int64, live: Boolean) -> None:
 
 def copy_async(shared: Int32, shared_offset: int, address: Int64, offset: int) -> None:
     """Starts copying 16 bytes from global to shared memory, past L1."""
-    text = f"cp.async.cg.shared.global.L2::256B [$0+{shared_offset}], [$1+{offset}], 16;"
+    text = f"cp.async.cg.shared.global [$0+{shared_offset}], [$1+{offset}], 16;"
     _asm([], [shared, address], text, "r,l", volatile=True)
+
+
+def prefetch_l2(address: Int64, size: int, live: Boolean) -> None:
+    """Starts bringing ``size`` bytes, a multiple of 16, to L2, where ``live``. Nothing is read:
+    what earlier grids still write there is seen by a later load.
+    """
+    text = (
+        "{ .reg .pred p; setp.ne.s32 p, $1, 0; "
+        f"@p cp.async.bulk.prefetch.L2.global [$0], {size}; }}"
+    )
+    _asm([], [address, Int32(live)], text, "l,r", volatile=True)
 
 
 def copy_async_commit() -> None:

@@ -32,7 +32,8 @@ float64 buffers make an unrounded oracle.
 
 ``verify`` walks the tokens one by one and is the definition. ``verify_wy`` is the matrix form that
 the kernel evaluates, with the kernel's roundings; the two agree to the rounding of ``compute``
-where these are turned off by wide buffers and operands.
+where these are turned off by wide buffers and operands. ``verify_exact`` is that: the definition's
+results, for a fraction of its memory traffic.
 """
 
 from __future__ import annotations
@@ -259,10 +260,50 @@ def verify_wy(
 
     new = u.transpose(1, 2), keys.transpose(1, 2), g.cumsum(1)
     commits = _append((rec_u, rec_k, rec_G), new, at, past, c)
-    wide_k = past.k.repeat_interleave(ratio, dim=1)
-    written = two_terms(past.weight[..., None] * past.u).transpose(-1, -2) @ wide_k
-    folded = past.decay[..., None, None] * S0 + written
-    state[at[commits]] = folded[commits].to(state.dtype)
+    wide_k = past.k[commits].repeat_interleave(ratio, dim=1)
+    weighted = two_terms(past.weight[commits][..., None] * past.u[commits])
+    folded = (
+        past.decay[commits][..., None, None] * S0[commits] + weighted.transpose(-1, -2) @ wide_k
+    )
+    state[at[commits]] = folded.to(state.dtype)
+
+
+#: Bytes of the states, in ``compute``, that ``verify_exact`` has at a time.
+CHUNK = 128 << 20
+
+
+def verify_exact(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    rec_u: Tensor,
+    rec_k: Tensor,
+    rec_G: Tensor,
+    hist_len: Tensor,
+    bank: Tensor,
+    slot: Tensor,
+    out: Tensor,
+    scale: float | None = None,
+    compute: torch.dtype = torch.float32,
+) -> None:
+    """``verify`` to the rounding of ``compute``: the matrix form without any other, some rows at a
+    time. It reads a state once, where the definition reads and writes it for every token.
+    """
+    rows = max(1, CHUNK // (state[0].numel() * compute.itemsize))
+    for at in range(0, slot.shape[0], rows):
+        part = slice(at, at + rows)
+        verify_wy(
+            *(q[part], k[part], v[part], a[part], b[part], A_log, dt_bias),
+            *(state, rec_u, rec_k, rec_G, hist_len, bank, slot[part], out[part]),
+            scale=scale,
+            compute=compute,
+            operand=compute,
+        )
 
 
 def advance(

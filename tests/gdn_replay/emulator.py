@@ -201,7 +201,7 @@ def _mma(acc: Sequence[Number], a: Sequence[Number], b: Sequence[Number]) -> lis
     return [Float32(D[g + row, 2 * t + column]) for row, column in order]
 
 
-def _load(address: Number, words: int, live: Number | None = None) -> list[Int32]:
+def _load(address: Number, words: int, live: Number | None = None, cache: str = "") -> list[Int32]:
     lanes = np.zeros((words, LANES), np.int32)
     for lane in range(LANES):
         if live is None or live.lanes[lane]:
@@ -234,17 +234,48 @@ def _load_shared(address: Number, offset: int) -> list[Int32]:
     return [Int32(row) for row in words]
 
 
+class Copies:
+    """A warp's copies to shared memory: they land as late as its waits allow, and until then NaN
+    lies where they go.
+    """
+
+    def __init__(self) -> None:
+        self.open: list[tuple[int, Any]] = []
+        self.groups: list[list[tuple[int, Any]]] = []
+
+    def start(self, to: int, source: Any) -> None:
+        MEMORY.shared[to : to + 16] = 0xFF
+        self.open.append((to, source))
+
+    def commit(self) -> None:
+        self.groups.append(self.open)
+        self.open = []
+
+    def wait(self, pending: int) -> None:
+        while len(self.groups) > pending:
+            for to, source in self.groups.pop(0):
+                MEMORY.shared[to : to + 16] = source
+
+
 def _copy_async(shared: Number, shared_offset: int, address: Number, offset: int) -> None:
     for lane in range(LANES):
-        to = int(shared.lanes[lane]) + shared_offset
-        MEMORY.shared[to : to + 16] = MEMORY.at(int(address.lanes[lane]) + offset, 16)
+        source = MEMORY.at(int(address.lanes[lane]) + offset, 16)
+        Launch.local.copies.start(int(shared.lanes[lane]) + shared_offset, source)
 
 
 def _copy_async_or_zero(shared: Number, address: Number, live: Number) -> None:
     for lane in range(LANES):
-        to = int(shared.lanes[lane])
         source = MEMORY.at(int(address.lanes[lane]), 16) if live.lanes[lane] else 0
-        MEMORY.shared[to : to + 16] = source
+        Launch.local.copies.start(int(shared.lanes[lane]), source)
+
+
+def _prefetch(address: Number, size: int, live: Number) -> None:
+    for lane in range(LANES):
+        if live.lanes[lane]:
+            at = int(address.lanes[lane])
+            assert at % 16 == 0 and size % 16 == 0
+            for first in range(0, size, 16):
+                MEMORY.at(at + first, 16)
 
 
 def _store_shared(address: Number, values: Sequence[Number]) -> None:
@@ -320,8 +351,9 @@ def _instructions() -> types.ModuleType:
         store=_store,
         load_shared=_load_shared,
         copy_async=_copy_async,
-        copy_async_commit=lambda: None,
-        copy_async_wait=lambda pending: None,
+        prefetch_l2=_prefetch,
+        copy_async_commit=lambda: Launch.local.copies.commit(),
+        copy_async_wait=lambda pending: Launch.local.copies.wait(pending),
     )
     return module
 
@@ -440,6 +472,7 @@ def run(
 
 def _warp(kernel: Callable[..., None], arguments: Sequence[Any], warp: int) -> None:
     Launch.local.thread = Int32(np.arange(LANES) + warp * LANES)
+    Launch.local.copies = Copies()
     try:
         kernel(*arguments)
     except BaseException:
@@ -454,15 +487,16 @@ def verify(
     tokens: int,
     rows: int,
     warps: int,
-    heads: int,
+    grouped: bool,
     ctas: int,
 ) -> None:
-    op = DEVICE.Verify(state, tokens, rows, warps, heads > 1, 1)
-    N, _, HV, V = arguments["v"].shape
-    units = N * (HV // heads) * (V // (rows * warps))
-    shared = 2 * warps * op.tile.bytes + DEVICE.Shared16.BYTES + DEVICE.Operand.BYTES
-    passed = [*arguments.values(), Float32(scale), Int32(heads)]
-    run(op.kernel, passed, (min(units, ctas), 1, 1), warps, shared)
+    op = DEVICE.Verify(state, tokens, rows, warps, grouped, 1)
+    N, _, HV, _ = arguments["v"].shape
+    if grouped:
+        ctas = ctas // op.parts * op.parts
+    grid = min(N * HV * op.parts, ctas), 1, 1
+    kernel = op.grouped_kernel if grouped else op.kernel
+    run(kernel, [*arguments.values(), Float32(scale)], grid, warps, op.shared_memory)
 
 
 def materialize(arguments: Sequence[torch.Tensor], state: str) -> None:

@@ -62,7 +62,7 @@ def test_verify_does_not_spill(requests: int, registers: int, tmp_path: Path) ->
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a", "sm_107a"])
 def test_other_archs_compile_from_the_same_source(arch: str, tmp_path: Path) -> None:
     facts = Arch(arch, (10, 0), 148, 233472, 232448, "")
-    for plan in FAMILY.plans(GEOMETRY, 1, 8, 8, "fp32", facts):
+    for plan in FAMILY.plans(GEOMETRY, 1, 8, 4, "fp32", facts):
         folder = tmp_path / plan.op
         folder.mkdir()
         assert compile_plan(plan, folder)

@@ -10,15 +10,24 @@ import emulator
 
 SCALE = cases.HEAD**-0.5
 POOLS = ("out", "state", "rec_u", "rec_k", "rec_G")
-#: state, tokens, rows a warp, warps, value heads of the key head, heads a unit
+#: state, tokens, rows a warp, warps, grouped
+SINGLE = ("bf16", 4, 32, 4, False)
+GROUPED = ("bf16", 4, 32, 4, True)
+#: A shape, value heads of the key head, and CTAs: shares of 3 x heads that split key heads and rows
+#: of the batch in every way.
 SHAPES = [
-    ("bf16", 4, 32, 4, 2, 1),
-    ("bf16", 4, 32, 4, 2, 2),
-    ("bf16", 8, 32, 4, 3, 3),
-    ("bf16", 8, 16, 4, 1, 1),
-    ("fp32", 8, 16, 4, 2, 1),
-    ("bf16", 4, 8, 2, 1, 1),
+    (SINGLE, 2, 3),
+    (GROUPED, 1, 1),
+    (GROUPED, 2, 1),
+    (GROUPED, 2, 4),
+    (("bf16", 8, 32, 4, True), 3, 2),
+    (("bf16", 4, 32, 4, True), 4, 3),
+    (("fp32", 8, 16, 4, True), 2, 4),
+    (("bf16", 8, 16, 4, False), 1, 3),
+    (("fp32", 8, 16, 4, False), 2, 3),
+    (("bf16", 4, 8, 4, False), 1, 3),
 ]
+Shape = tuple[str, int, int, int, bool]
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -32,23 +41,22 @@ def small_step(state: str, tokens: int, heads: int, seed: int, lengths: list[int
     return cases.make_step(geometry, len(lengths) - 1, tokens, state, seed=seed, lengths=given)
 
 
-@pytest.mark.parametrize("state,tokens,rows,warps,ratio,heads", SHAPES)
-def test_verify_against_the_matrix_form(
-    state: str, tokens: int, rows: int, warps: int, ratio: int, heads: int
-) -> None:
+@pytest.mark.parametrize("shape,ratio,ctas", SHAPES)
+def test_verify_against_the_matrix_form(shape: Shape, ratio: int, ctas: int) -> None:
     """One ulp of bf16 on out and u at most (the order of sums differs), 1e-5 on G; every other byte
     the same.
 
-    Slots, q, k, v, a and b lie in wider memory, dead records are NaN and three rows share three
-    CTAs' strides, one padding.
+    Slots, q, k, v, a and b lie in wider memory, dead records are NaN, three rows share the CTAs,
+    one of them padding, and copies land as late as the waits allow.
     """
+    state, tokens = shape[:2]
     geometry = {"key_heads": 1, "value_heads": ratio}
     case = cases.GdnCase("emulated", "verify", geometry, 3, tokens - 1, 1, state, "cpu")
     step, lengths = case.step, torch.tensor([14, 5, 16, 0])
     cases.fill(step, torch.Generator().manual_seed(3), 3, tokens - 1, lengths=lengths)
     expected, want = case.expect(), step.clone()
     reference.verify_wy(**want.tensors)
-    emulator.verify(step.tensors, SCALE, state, tokens, rows, warps, heads, ctas=3)
+    emulator.verify(step.tensors, SCALE, *shape, ctas)
     for check in case.compare(expected):
         assert float(check.error) <= check.bound, check
     ulp = 2.0**-7
@@ -61,11 +69,11 @@ def test_verify_against_the_matrix_form(
 def test_rows_do_not_depend_on_shape_slot_or_order() -> None:
     step = small_step("bf16", 3, 2, seed=5, lengths=[13, 2, 16, 9])
     other = step.clone()
-    emulator.verify(step.tensors, SCALE, "bf16", 4, 32, 4, 2, ctas=2)
+    emulator.verify(step.tensors, SCALE, *GROUPED, 2)
     order = torch.tensor([2, 0, 1])
     for name in ("qkv", "ba", "slots"):
         other.backing[name].copy_(other.backing[name][order])
-    emulator.verify(other.tensors, SCALE, "bf16", 4, 16, 4, 1, ctas=7)
+    emulator.verify(other.tensors, SCALE, "bf16", 4, 16, 4, False, 8)
     assert same_bits(other.backing["out"], step.backing["out"][order])
     for name in ("state", "rec_u", "rec_k", "rec_G"):
         assert same_bits(other.backing[name], step.backing[name])
@@ -77,7 +85,7 @@ def test_a_token_does_not_reach_earlier_ones(poisoned: str) -> None:
     other = step.clone()
     other.tensors[poisoned][:, 2] = float("nan")
     for one in (step, other):
-        emulator.verify(one.tensors, SCALE, "bf16", 4, 32, 4, 1, ctas=9)
+        emulator.verify(one.tensors, SCALE, *SINGLE, 9)
     assert same_bits(other.tensors["out"][:, :2], step.tensors["out"][:, :2])
     assert same_bits(other.backing["state"], step.backing["state"])
 

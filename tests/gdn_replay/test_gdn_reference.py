@@ -327,6 +327,32 @@ def test_strong_decay_stays_finite(form: str) -> None:
     torch.testing.assert_close(other["out"], step["out"], atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 100])
+def test_the_exact_matrix_form_is_the_definition(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64 to its rounding, whatever part of the rows it takes at a time; in certification's
+    dtypes to float32's before the last rounding.
+    """
+    geometry = {"key_heads": 2, "value_heads": 8}
+    step = cases.make_step(geometry, 9, 5, "fp32", seed=7)
+    monkeypatch.setattr(reference, "CHUNK", rows * 8 * 128 * 128 * 8)
+    want = {name: t.double() if t.is_floating_point() else t for name, t in step.tensors.items()}
+    got = {name: t.clone() for name, t in want.items()}
+    reference.verify(**want, compute=torch.float64)
+    reference.verify_exact(**got, compute=torch.float64)
+    for name in ("out", "state", "rec_u", "rec_k", "rec_G"):
+        torch.testing.assert_close(got[name], want[name], atol=1e-12, rtol=1e-12, equal_nan=True)
+    other = step.clone()
+    reference.verify(**step.tensors)
+    reference.verify_exact(**other.tensors)
+    for name in ("out", "state", "rec_u", "rec_k", "rec_G"):
+        a, b = step.tensors[name].float(), other.tensors[name].float()
+        exact = step.tensors[name].dtype == torch.float32
+        rtol = 1e-5 if exact else 2.0**-7
+        torch.testing.assert_close(b, a, atol=1e-6, rtol=rtol, equal_nan=True)
+
+
 def test_gates_do_not_overflow() -> None:
     a = torch.tensor([-200.0, 0.0, 19.9, 20.1, 200.0])
     g, beta = reference.gates(a, a, torch.zeros(5), torch.zeros(5), torch.float32)

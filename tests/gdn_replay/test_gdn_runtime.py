@@ -93,16 +93,16 @@ def test_calls_launch_what_is_picked_with_the_arguments_in_order(
 
 
 def test_forced_splits_are_a_cell_of_their_own(pack: Pack) -> None:
-    assert pack.gdn_replay.verify(**call_of("verify", splits=2)) is True
+    assert pack.gdn_replay.verify(**call_of("verify", splits=4)) is True
     ((function, _),) = launches(pack, "verify")
-    assert (function.spec["rows"], function.spec["warps"]) == (16, 4)
-    said = declined(pack.gdn_replay.verify(**call_of("verify", splits=4)), Reason.NOT_IN_CATALOG)
+    assert (function.spec["rows"], function.spec["warps"]) == (8, 4)
+    said = declined(pack.gdn_replay.verify(**call_of("verify", splits=1)), Reason.NOT_IN_CATALOG)
     assert "splits" in said
 
 
-def test_grouped_plans_get_their_heads(pack: Pack) -> None:
+def test_many_heads_come_to_a_grouped_plan(pack: Pack) -> None:
     picked = pack.gdn_replay.verify.pick(requests=32, tokens=4, problem="wide")
-    assert dict(picked.launch)["heads"] == 2
+    assert dict(picked.launch) == {"ctas": 2 * 132}
     assert dict(picked.plan.spec)["grouped"]
 
 
@@ -186,6 +186,23 @@ def test_verify_takes_only_its_own_cell(pack: Pack) -> None:
     declined(pack.gdn_replay.verify(**call_of("verify", 7)), Reason.NOT_IN_CATALOG)
 
 
+def test_a_call_of_the_same_sizes_and_another_shape_leaves_no_plan(pack: Pack) -> None:
+    """Four rows of four tokens are as many numbers as two of eight: each comes to its own plan,
+    whichever was refused before.
+    """
+    good, other = call_of("verify", 2, 8), call_of("verify", 4, 4)
+    mixed = {**good, **{name: other[name] for name in ("q", "k", "v", "a", "b", "out")}}
+    for _ in range(2):
+        declined(pack.gdn_replay.verify(**mixed), Reason.ARGUMENT)
+        declined(pack.gdn_replay.verify.bind(**mixed), Reason.ARGUMENT)
+    for call, requests, tokens in ((good, 2, 8), (other, 4, 4)):
+        picked = pack.gdn_replay.verify.pick(requests=requests, tokens=tokens, problem="small")
+        before = len(picked.function.launches)
+        assert pack.gdn_replay.verify(**call) is True
+        assert len(picked.function.launches) == before + 1
+    declined(pack.gdn_replay.verify(**mixed), Reason.ARGUMENT)
+
+
 def test_other_heads_are_no_problem_of_the_catalog(pack: Pack) -> None:
     case = GdnCase("x", "reset", {"key_heads": 1, "value_heads": 3}, 2, 1, 1, "bf16", "cpu")
     case.refill(0)
@@ -213,8 +230,9 @@ def test_preparing_launches_every_plan_without_a_row(pack: Pack) -> None:
     pack.prepare(0)
     assert all(len(f.launches) == 1 for f in functions(pack).values())
     assert not any(launches(pack, op) for op in OPS)
-    grouped = [f for f in functions(pack).values() if f.spec.get("grouped")]
-    assert grouped and all(f.launches[0][-2] == 2 for f in grouped)
+    verify = [f for f in functions(pack).values() if f.op == "verify"]
+    parts = [128 // (f.spec["rows"] * f.spec["warps"]) for f in verify]
+    assert [f.launches[0][-1] for f in verify] == parts and len({*parts}) > 1
 
 
 # ----- one committer
@@ -317,7 +335,7 @@ def test_the_driver_certifies_the_references(run: FamilyRun, loaded: tuple[Pack,
         if cell.problem == "small"
         and (cell.requests, cell.tokens, cell.dtype) in ((3, 4, "bf16"), (1, 1, "fp32"))
     ]
-    assert {cell.splits for cell in cells} >= {2, 8}
+    assert {cell.splits for cell in cells} >= {2, 4}
     assert "error" in run.certify(cells).read_text()
 
 
