@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from specplan import library
 from specplan.forked import watched
-from specplan.op import ARGUMENT_ERRORS, MOST_REMEMBERED, SHAPE_ERRORS, Op
+from specplan.op import ARGUMENT_ERRORS, SHAPE_ERRORS, Op, no_launch
 from specplan.plans import gdn_replay as plan
 from specplan.plans.gdn_replay import HEAD, WINDOW, CommitterError, Cursors, Pool
 from specplan.plans.manifest import PlanRecord
@@ -35,11 +35,6 @@ class _GdnOp(Op):
     """
 
     family = "gdn_replay"
-
-    def __init__(self, pack: LoadedPack) -> None:
-        super().__init__(pack)
-        # The compiled function with its launch integers, by what a call reads off its arguments.
-        self._admitted: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def _first(
         self,
@@ -68,18 +63,14 @@ class _GdnOp(Op):
         if isinstance(picked, Uncertified):
             return answers[0]
         admitted = (picked.function, *picked.launch.values())
-        if key is not None:
-            if len(self._admitted) >= MOST_REMEMBERED:
-                self._admitted.clear()
-            self._admitted[key] = admitted
-        return admitted
+        return admitted if key is None else self._remember(key, admitted)
 
     def _launch(self, function: Any, arguments: tuple[Any, ...]) -> bool | Uncertified:
         try:
             function(*arguments)
         except ARGUMENT_ERRORS as error:
             return self._refused(error, arguments[0].get_device())
-        except RuntimeError as error:
+        except Exception as error:
             raise self._failed(error) from error
         return True
 
@@ -188,7 +179,7 @@ class VerifyStep(_GdnOp):
         """
         try:
             key = (q.numel(), slot.numel(), pool.cursors.verify_key, splits)
-            found = self._admitted.get(key)
+            found = self._picked.get(key)
             if found is None:
                 found = self._admit(pool, q, slot, splits)
                 if not found:
@@ -219,7 +210,7 @@ class VerifyStep(_GdnOp):
             )
         except ARGUMENT_ERRORS as error:
             return self._refused(error, _device(q))
-        except RuntimeError as error:
+        except Exception as error:
             raise self._failed(error) from error
         return True
 
@@ -251,7 +242,7 @@ class VerifyStep(_GdnOp):
         except SHAPE_ERRORS as error:
             return self._refused(error)
         if not found:
-            return _nothing if found is None else found
+            return no_launch if found is None else found
         function, ctas = found
         # The launch of no work has the same numbers, so the module sees these now.
         numbers = (_SCALE if scale is None else scale, ctas)
@@ -265,7 +256,7 @@ class VerifyStep(_GdnOp):
         cursors = pool.cursors
         requests, tokens, _, _ = q.shape
         key = (q.numel(), slot.numel(), cursors.key, splits)
-        found = self._admitted.get(key)
+        found = self._picked.get(key)
         if found is None:
             # Of all shapes of these sizes the compiled module takes one; no other may leave its
             # plan.
@@ -331,7 +322,7 @@ class Advance(_GdnOp):
             ops.advance.require(cursors, slot, n_acc, 4)
         """
         try:
-            found = self._admitted.get((slot.numel(), cursors.key, tokens))
+            found = self._picked.get((slot.numel(), cursors.key, tokens))
             if found is None:
                 found = self._admit(cursors, slot, tokens)
                 if not found:
@@ -343,7 +334,7 @@ class Advance(_GdnOp):
             found[0](hist_len, bank, slot, n_acc, tokens)
         except ARGUMENT_ERRORS as error:
             return self._refused(error, _device(slot))
-        except RuntimeError as error:
+        except Exception as error:
             raise self._failed(error) from error
         return True
 
@@ -356,14 +347,14 @@ class Advance(_GdnOp):
         except SHAPE_ERRORS as error:
             return self._refused(error)
         if not found:
-            return _nothing if found is None else found
+            return no_launch if found is None else found
         tensors = (*cursors.tensors, slot, n_acc)
         return self._fixed(found[0], tensors, (tokens,), (2,))
 
     def _admit(self, cursors: Cursors, slot: torch.Tensor, tokens: int) -> Any:
         """(compiled function,), an Uncertified, or None where there are no rows."""
         key = (slot.numel(), cursors.key, tokens)
-        found = self._admitted.get(key)
+        found = self._picked.get(key)
         return found or self._first(key, cursors, slot.numel(), tokens, None, True)
 
     @classmethod
@@ -404,13 +395,13 @@ class Reset(_GdnOp):
         except SHAPE_ERRORS as error:
             return self._refused(error)
         if not found:
-            return _nothing if found is None else found
+            return no_launch if found is None else found
         return self._fixed(found[0], (*cursors.tensors, slot), (), (2,))
 
     def _admit(self, cursors: Cursors, slot: torch.Tensor) -> Any:
         """(compiled function,), an Uncertified, or None where there are no rows."""
         key = (slot.numel(), cursors.key)
-        found = self._admitted.get(key)
+        found = self._picked.get(key)
         # The cells of one token are the ones that run reset and materialize at full size.
         return found or self._first(key, cursors, slot.numel(), 1, None, True)
 
@@ -475,7 +466,7 @@ class Materialize(_GdnOp):
         except SHAPE_ERRORS as error:
             return self._refused(error)
         if not found:
-            return _nothing if found is None else found
+            return no_launch if found is None else found
         tensors = (*pool.tensors[:4], pool.tensors[5], src, dst, count)
         return self._fixed(found[0], tensors, (), (5, 6))
 
@@ -483,7 +474,7 @@ class Materialize(_GdnOp):
         """(compiled function,), an Uncertified, or None where there are no rows."""
         cursors = pool.cursors
         key = (src.numel(), cursors.key)
-        found = self._admitted.get(key)
+        found = self._picked.get(key)
         if found is None:
             found = self._first(key, cursors, src.numel(), 1, None, True)
         if found and dst.data_ptr() == src.data_ptr():
@@ -569,7 +560,3 @@ def _alike(tensor: torch.Tensor) -> torch.Tensor:
 
 def _device(tensor: Any) -> int:
     return tensor.get_device() if isinstance(tensor, torch.Tensor) else -1
-
-
-def _nothing() -> None:
-    """The launch of a bind over no rows."""

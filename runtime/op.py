@@ -126,24 +126,6 @@ class Op:
         """The values of a call in the order of the op's signature; TypeError as for any call."""
         return tuple(signature(self.__call__).bind(*arguments, **named).arguments.values())
 
-    def _resolve(
-        self,
-        key: tuple[Any, ...],
-        device: int,
-        geometry: tuple[int, ...],
-        dtype: str,
-        requests: int,
-        tokens: int,
-        splits: int | None = None,
-    ) -> Any:
-        """What a first call of its kind comes to: the compiled function, remembered under ``key``,
-        or an Uncertified.
-        """
-        picked = self._chosen(device, geometry, dtype, requests, tokens, splits)
-        if isinstance(picked, Uncertified):
-            return picked
-        return self._remember(key, (picked.function,))[0]
-
     def _chosen(
         self,
         device: int,
@@ -305,3 +287,7 @@ def required(answer: Any) -> Any:
     if isinstance(answer, Uncertified):
         raise UncertifiedCell(answer)
     return answer
+
+
+def no_launch() -> None:
+    """The launch of a bind over no rows."""

@@ -9,7 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from specplan.op import ARGUMENT_ERRORS, CALL_ERRORS, SHAPE_ERRORS, Op
+from specplan.op import ARGUMENT_ERRORS, CALL_ERRORS, SHAPE_ERRORS, Op, no_launch
 from specplan.plans import rollback as plan
 from specplan.plans.manifest import PlanRecord
 from specplan.plans.rollback import Layout
@@ -178,7 +178,7 @@ class _RollbackOp(Op):
         nothing.
         """
         if found is None:
-            return _nothing
+            return no_launch
         if not found:
             return found
         function, record, planes, *launch = found
@@ -477,7 +477,3 @@ class Rollback:
             return (*common, empty(1), *integers)
         states = empty(0, plan.STATE_FIELDS, dtype=torch.int64)
         return (*common, empty(1), empty(0), empty(0), states, empty(0), empty(0), 1, *integers)
-
-
-def _nothing() -> None:
-    """The launch of a bind over no rows."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from specplan.op import CALL_ERRORS, SHAPE_ERRORS, Op
+from specplan.op import CALL_ERRORS, SHAPE_ERRORS, Op, no_launch
 from specplan.plans.manifest import PlanRecord
 from specplan.uncertified import Reason, Uncertified
 
@@ -116,7 +116,7 @@ class Scatter(Op):
         values = self._values(arguments, named)
         tensors, integers = values[:9], values[9:]
         if integers[1] == 0:
-            return _nothing
+            return no_launch
         found = self._look_up(tensors, integers)
         if not found:
             return found
@@ -207,7 +207,3 @@ class Scatter(Op):
             zeros(1, spec["draft"]),
             *(0, 0, 1),
         )
-
-
-def _nothing() -> None:
-    """The launch of a bind over no rows."""

@@ -18,6 +18,7 @@ from specplan.op import (
     MOST_REMEMBERED,
     SHAPE_ERRORS,
     Op,
+    no_launch,
     required,
 )
 from specplan.plans import sparse_gqa_verify as planning
@@ -312,7 +313,7 @@ class SparseGqaVerify(Op):
             splits,
         )
         if not made:
-            return made if made is not None else _nothing
+            return made if made is not None else no_launch
         function, tensors, scalars = made
         idle = (*scalars[:_SPLITS], 0, scalars[-1])
         fitted = self._launched(function, tensors, scalars, idle)
@@ -629,7 +630,3 @@ def _folded(tensor: torch.Tensor) -> bool:
                 return True
             reach = stride * extent
     return False
-
-
-def _nothing() -> None:
-    """The launch of a bind over no rows."""

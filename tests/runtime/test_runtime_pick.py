@@ -169,18 +169,18 @@ def test_the_compiled_modules_refuse_wrong_calls_before_any_cuda_call(real: spec
     signature = picked.plan.signature.partition("(")[0]
     good = [zeros(2, 4), zeros(2, 4), zeros(2), zeros(2, 3), zeros(2)]
     good += [zeros(4, 6, 1), zeros(4, 6, 1), zeros(6), zeros(6, 3)]
-    for arguments in ((), (*good, 0), (*good, 0, 1, 2)):
+    for arguments in ((), (*good, 0, 1), (*good, 0, 1, 4, 2)):
         with pytest.raises(TypeError, match=signature):
             picked.function(*arguments)
     with pytest.raises((TypeError, ValueError), match=r"[Dd]evice"):
-        picked.function(*good, 0, 1)
+        picked.function(*good, 0, 1, 4)
     for index, wrong, said in (
         (0, zeros(2), "new_tokens"),
         (4, zeros(2).long(), "slots"),
         (5, zeros(5, 6, 1), "store_new_tokens"),
         (8, None, "store_next_draft"),
     ):
-        spoilt = [*good[:index], wrong, *good[index + 1 :], 0, 1]
+        spoilt = [*good[:index], wrong, *good[index + 1 :], 0, 1, 4]
         with pytest.raises((TypeError, ValueError), match=said):
             picked.function(*spoilt)
     assert not any(tensor.any() for tensor in good)
