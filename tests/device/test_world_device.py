@@ -196,3 +196,32 @@ def test_a_pack_swapped_under_a_running_server_works_on(
     fresh = specplan.load(root, candidates=True)
     assert not fresh.scatter.pick(requests=8, tokens=4, **GEOMETRY)
     assert pack.scatter.pick(requests=8, tokens=4, **GEOMETRY)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["scatter", "gather"])
+def test_a_call_runs_where_its_tensors_are_whatever_the_current_device(
+    device: torch.device, family: str
+) -> None:
+    """Tensors on ``cuda:1`` while ``cuda:0`` is current: called, bound, and then captured with the
+    tensors' device made current, because a capture is of the current device's stream.
+    """
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    other = torch.device("cuda", 1)
+    pack = specplan.load(candidates=True)
+    pack.prepare()
+    op = getattr(pack, family)
+    case = case_of(family, 8, 4, other)
+    assert torch.cuda.current_device() == 0
+    judge(case, lambda: op.require(**case.arguments()), 1)
+    case.refill(2)
+    launch = op.bind(**case.arguments())
+    judge(case, launch, 2)
+    assert torch.cuda.current_device() == 0
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(other):
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            launch()
+        judge(case, graph.replay, 3)
