@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,22 +18,19 @@ from specplan.plans.rollback import FAMILY
 QSA = {"planes": 12, "row_bytes": 256, "side_planes": 1, "side_row_bytes": 12}
 
 
-def compiled(op: str, rows: int, arch: str = "sm_90a", dtype: str = "int32") -> object:
+def compiled(op: str, rows: int, folder: Path, arch: str = "sm_90a") -> Any:
+    dtype = "int32"
     facts = Arch(arch, (0, 0), 132, 0, 0, "")
     splits = FAMILY.splits(QSA, rows, 1, dtype, facts)
     (plan,) = (p for p in FAMILY.plans(QSA, rows, 1, splits, dtype, facts) if p.op == op)
     function, arguments = kernel.lower(plan)
-    return cute.compile(
-        function, *arguments, options=f"--enable-tvm-ffi --gpu-arch {arch} --keep-cubin"
-    )
+    options = f"--enable-tvm-ffi --gpu-arch {arch} --keep-cubin --dump-dir {folder}"
+    return cute.compile(function, *arguments, options=options)
 
 
 @pytest.mark.parametrize(("op", "rows"), [("gather", 256), ("restore", 4), ("commit", 256)])
-def test_no_stack_and_few_registers(
-    op: str, rows: int, tmp_path: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(str(tmp_path))
-    image = compiled(op, rows).artifacts.CUBIN
+def test_no_stack_and_few_registers(op: str, rows: int, tmp_path: Path) -> None:
+    image = compiled(op, rows, tmp_path).artifacts.CUBIN
     attributes = dict(_attributes(image))
     # 64 registers let 8 CTAs of 128 threads run on an SM.
     assert attributes[0x2F] <= 64
@@ -39,9 +38,8 @@ def test_no_stack_and_few_registers(
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a", "sm_107a"])
-def test_other_archs_compile(arch: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(str(tmp_path))
-    assert compiled("restore", 4, arch).artifacts.CUBIN
+def test_other_archs_compile(arch: str, tmp_path: Path) -> None:
+    assert compiled("restore", 4, tmp_path, arch).artifacts.CUBIN
 
 
 def _attributes(image: bytes) -> list[tuple[int, int]]:
