@@ -123,8 +123,12 @@ class Op:
         raise NotImplementedError
 
     def _values(self, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The values of a call in the order of the op's signature; TypeError as for any call."""
-        return tuple(signature(self.__call__).bind(*arguments, **named).arguments.values())
+        """The values of a call in the order of the op's signature, defaults included; TypeError as
+        for any call.
+        """
+        bound = signature(self.__call__).bind(*arguments, **named)
+        bound.apply_defaults()
+        return tuple(bound.arguments.values())
 
     def _chosen(
         self,

@@ -369,7 +369,7 @@ class Commit(_RollbackOp):
         """Check and convert the arguments of a call once; returns ``launch()`` for these buffers,
         or a falsy Uncertified.
         """
-        values = (*self._values(arguments, named), *[None] * 5)[:13]
+        values = self._values(arguments, named)
         layout, tokens = values[:2]
         return self._held(*self._checked(layout, tokens, values[2:8], values[8:]))
 

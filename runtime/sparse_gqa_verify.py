@@ -265,53 +265,11 @@ class SparseGqaVerify(Op):
         answer = self._launched(function, tensors, scalars, scalars, refusal)
         return answer if isinstance(answer, Uncertified) else True
 
-    def bind(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        selected_tokens: torch.Tensor,
-        request_indices: torch.Tensor,
-        out: torch.Tensor,
-        workspace: torch.Tensor | None = None,
-        *,
-        tokens: int,
-        softmax_scale: float,
-        k_scale: torch.Tensor | None = None,
-        v_scale: torch.Tensor | None = None,
-        k_block_scales: torch.Tensor | None = None,
-        v_block_scales: torch.Tensor | None = None,
-        v_scale_order: planning.VScaleOrder | None = None,
-        valid_count: torch.Tensor | None = None,
-        query_positions: torch.Tensor | None = None,
-        output_gate: torch.Tensor | None = None,
-        splits: int | None = None,
-    ) -> Any:
-        """Check and convert the arguments once; returns ``launch()`` for these buffers, or a falsy
-        Uncertified.
+    def bind(self, *arguments: Any, **named: Any) -> Any:
+        """Check and convert the arguments of a call once; returns ``launch()`` for these buffers,
+        or a falsy Uncertified.
         """
-        made = self._made(
-            q,
-            k_cache,
-            v_cache,
-            block_table,
-            selected_tokens,
-            request_indices,
-            out,
-            workspace,
-            tokens,
-            softmax_scale,
-            k_scale,
-            v_scale,
-            k_block_scales,
-            v_block_scales,
-            v_scale_order,
-            valid_count,
-            query_positions,
-            output_gate,
-            splits,
-        )
+        made = self._made(*self._values(arguments, named))
         if not made:
             return made if made is not None else no_launch
         function, tensors, scalars = made

@@ -238,6 +238,24 @@ def test_bind_asks_the_module_with_a_launch_of_no_work(
     assert real[:-2] == idle[:-2]
 
 
+def test_bind_and_call_take_the_same_call(
+    loaded: specplan.Pack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a commit leaves out is what it leaves out, wherever it stands in the signature."""
+    converter = type("NoConversion", (), {"from_dlpack": staticmethod(lambda tensor: tensor)})
+    monkeypatch.setattr(op.library, "tvm_ffi", lambda: converter)
+    given = call("commit", staged=True)
+    assert given["slots"] is not None and given["row_requests"] is None
+    for left_out in ((), ("cursors",), ("states",), ("cursors", "states", "slots")):
+        named = {name: value for name, value in given.items() if value is not None}
+        for name in left_out:
+            del named[name]
+        assert loaded.rollback.commit(**named) is True
+        called = launches(loaded)[-1]
+        loaded.rollback.commit.bind(**named)()
+        assert launches(loaded)[-1] == called
+
+
 def test_idle_arguments_fit_the_compiled_functions(loaded: specplan.Pack) -> None:
     counts = {"gather": 9, "restore": 10, "commit": 16}
     for record in loaded.manifest().plans.values():
