@@ -3,7 +3,7 @@
 #   make plans                          compile every plan of every arch into packs/, print the coverage
 #   make test                           the tests (no GPU needed; tests that need one skip and say which)
 #   make lint                           format check, lint, types
-#   make device-test sanitize bench     on a machine with a GPU of a catalogued arch
+#   make device-test fuzz sanitize bench     on a machine with a GPU of a catalogued arch
 #
 # torch is not needed by `make plans`. `make test TORCH=torch==2.13.0` installs that version instead of the newest.
 
@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 SPECPLAN := $(BIN)/specplan
 BUILD_FLAGS := $(if $(JOBS),--jobs $(JOBS))
 
-.PHONY: plans coverage test lint format device-test sanitize bench wheel clean
+.PHONY: plans coverage test lint format device-test fuzz sanitize bench wheel clean
 
 plans: $(VENV)/.build-extra
 	$(SPECPLAN) build --arch $(ARCH) --out $(PACKS) $(BUILD_FLAGS)
@@ -43,12 +43,19 @@ format: $(VENV)/.dev-extra
 device-test: $(VENV)/.test-extra
 	SPECPLAN_PACKS=$(PACKS) $(BIN)/python -m pytest tests/device
 
+# 100,000 random calls, and every op in a process that can neither compile nor write.
+fuzz: $(VENV)/.test-extra
+	$(BIN)/python tests/device/fuzz.py --packs $(PACKS)
+	$(BIN)/python tests/device/no_compile.py --packs $(PACKS)
+
 # initcheck sees a tensor of its own only without torch's caching allocator, and must see torch's writes, so its findings are sorted by
 # kernel afterwards: none may be ours. The control reads what nobody wrote, on purpose; if that is not found, initcheck finds nothing.
 SANITIZE := $(BIN)/python tests/device/sanitize.py --packs $(PACKS)
+# Two problems a family; racecheck, the slowest, takes small cells only.
 sanitize: $(VENV)/.test-extra
-	for tool in memcheck racecheck synccheck; do \
-	  compute-sanitizer --tool $$tool --error-exitcode 9 $(SANITIZE) || exit 1; done
+	for tool in memcheck synccheck; do \
+	  compute-sanitizer --tool $$tool --error-exitcode 9 $(SANITIZE) --quick || exit 1; done
+	compute-sanitizer --tool racecheck --error-exitcode 9 $(SANITIZE) --quick --most-requests 8
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool initcheck --print-limit 100000 \
 	  $(SANITIZE) --unwritten | $(BIN)/python tests/device/sanitize.py --judge clean
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool initcheck --print-limit 100000 \

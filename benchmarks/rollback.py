@@ -106,7 +106,8 @@ def run(pack: specplan.Pack, rows: int) -> dict[str, Any]:
     if not picked:
         raise SystemExit(str(picked))
     bare_arguments = (first.table, first.page, first.within, first.old, first.pending)
-    launch = tuple(picked.launch.values())
+    layout = first.gather_arguments[0]
+    launch = (layout.record_bytes, len(layout.planes), *picked.launch.values())
     host = measure.host_times(
         {
             "bare": lambda: picked.function(*bare_arguments, *launch),

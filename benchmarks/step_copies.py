@@ -126,14 +126,14 @@ def run(pack: specplan.Pack, family: str, requests: int, tokens: int) -> dict[st
         }
     )
     positional = tuple(sets[0].arguments().values())
-    converted = tuple(
-        tvm_ffi.from_dlpack(a) if isinstance(a, torch.Tensor) else a for a in positional
-    )
+    # Scatter's compiled function also takes the columns that its plan was picked for.
+    bare = (*positional, *([positional[0].shape[1]] if family == "scatter" else []))
+    converted = tuple(tvm_ffi.from_dlpack(a) if isinstance(a, torch.Tensor) else a for a in bare)
     function, long_slots = picked.function, with_long_slots(sets[0])
     host = measure.host_times(
         {
             "raw": empty.bound(torch.cuda.current_stream().cuda_stream),
-            "bare": lambda: function(*positional),
+            "bare": lambda: function(*bare),
             "op": lambda: op(*positional),
             "bare_converted": lambda: function(*converted),
             "bind": op.bind(*positional),

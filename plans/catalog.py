@@ -124,7 +124,7 @@ def load(path: Path | str | None = None) -> Catalog:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CatalogError(str(path), None, f"cannot be read: {error}") from error
-    return loads(text, path.name)
+    return loads(text, str(path))
 
 
 def loads(text: str, source: str = "catalog.yaml") -> Catalog:

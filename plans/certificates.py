@@ -21,6 +21,8 @@ from specplan.plans.cell import Cell
 from specplan.plans.manifest import Manifest, Use
 
 SCHEMA = 1
+#: More cells than this in one file is a slip of the pen, and would take minutes to read.
+MOST_CELLS = 2_000_000
 #: The mismatch of a certificate that says nothing of a cell.
 NO_EVIDENCE = "no evidence for this cell"
 
@@ -149,16 +151,18 @@ def read(path: Path) -> Certificate:
                 f"{path}: schema {body['schema']!r}, this version of specplan reads {SCHEMA}"
             )
         return Certificate(
-            body["family"],
-            body["arch"],
-            body["device"],
+            _text(body["family"]),
+            _text(body["arch"]),
+            dict(body["device"]),
             str(body["date"]),
-            body["tools"],
-            body["sources"],
-            tuple(body["suite"]),
-            body["problems"],
+            _texts(body["tools"]),
+            _texts(body["sources"]),
+            tuple(map(_text, body["suite"])),
+            {_text(name): _integers(geometry) for name, geometry in body["problems"].items()},
             {
-                symbol: CertifiedPlan(p["device_code"], p["host_code"], p["signature"])
+                _text(symbol): CertifiedPlan(
+                    _text(p["device_code"]), _text(p["host_code"]), _text(p["signature"])
+                )
                 for symbol, p in body["plans"].items()
             },
             tuple(_cells(body["cells"])),
@@ -167,26 +171,61 @@ def read(path: Path) -> Certificate:
         raise
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise CertificateError(f"{path}: cannot be read ({error})") from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CertificateError(f"{path}: not a certificate ({error!r})") from error
 
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no text")
+    return value
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{value!r} is no integer")
+    return value
+
+
+def _texts(body: Mapping[Any, Any]) -> Mapping[str, str]:
+    return {_text(name): _text(value) for name, value in body.items()}
+
+
+def _integers(body: Mapping[Any, Any]) -> Mapping[str, int]:
+    return {_text(name): _integer(value) for name, value in body.items()}
+
+
+def _result(row: Mapping[str, Any]) -> Result:
+    """What was measured; an error beyond its bound, or none at all, is no evidence."""
+    result = Result(
+        _text(row["measure"]), float(row["error"]), float(row["bound"]), _integer(row["checks"])
+    )
+    if not 0 <= result.error <= result.bound or result.checks < 1:
+        raise ValueError(f"{result} does not keep its bound")
+    return result
+
+
 def _cells(groups: Iterable[Mapping[str, Any]]) -> Iterable[CertifiedCell]:
+    count = 0
     for group in groups:
-        uses = tuple(Use(u["symbol"], tuple(u["launch"].items())) for u in group["plans"])
+        uses = tuple(
+            Use(_text(u["symbol"]), tuple(_integers(u["launch"]).items())) for u in group["plans"]
+        )
         for row in group["results"]:
-            result = Result(
-                row["measure"], float(row["error"]), float(row["bound"]), int(row["checks"])
-            )
-            for tokens in ranges.parse(row["tokens"]):
-                for requests in ranges.parse(row["requests"]):
+            result = _result(row)
+            many, often = ranges.parse(row["tokens"]), ranges.parse(row["requests"])
+            count += len(many) * len(often)
+            if count > MOST_CELLS:
+                raise ValueError(f"more than {MOST_CELLS:,} cells")
+            for tokens in many:
+                for requests in often:
                     yield CertifiedCell(
-                        group["problem"],
-                        group["dtype"],
-                        group["splits"],
+                        _text(group["problem"]),
+                        _text(group["dtype"]),
+                        _integer(group["splits"]),
                         tokens,
                         requests,
                         uses,

@@ -88,7 +88,8 @@ def compute(
     """Judge every cell of the catalog on the given archs.
 
     With ``strict``, evidence that no claim uses is a complaint too: a certificate for cells that
-    the catalog does not have, and a pack whose table is not the planning rule's.
+    the catalog does not have, for archs that it does not have, and a pack whose table is not the
+    planning rule's.
     """
     directories = list(certificate_directories)
     packs = packs_under(root)
@@ -106,7 +107,19 @@ def compute(
             rows.append(judge.row(cell, catalog.claims[cell]))
         if strict:
             complaints.extend(judge.orphans(family))
+    if strict:
+        complaints.extend(_unknown_archs(catalog, directories))
     return Coverage(rows, complaints)
+
+
+def _unknown_archs(catalog: Catalog, directories: Iterable[Path]) -> list[str]:
+    """Directories of certificates that no arch of the catalog reads."""
+    return [
+        f"{place} holds certificates, and the catalog has no arch {place.name!r}"
+        for directory in directories
+        for place in sorted({path.parent for path in directory.glob("*/*.yaml")})
+        if place.name not in catalog.archs
+    ]
 
 
 class _Judge:

@@ -126,7 +126,7 @@ def load(path: Path, catalog: Catalog) -> Deployment:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DeploymentError(str(path), None, f"cannot be read: {error}") from error
-    return loads(text, catalog, path.name)
+    return loads(text, catalog, str(path))
 
 
 def loads(text: str, catalog: Catalog, source: str = "deployment.yaml") -> Deployment:

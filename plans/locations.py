@@ -8,10 +8,15 @@ from pathlib import Path
 ENVIRONMENT = "SPECPLAN_PACKS"
 
 
-def user_directory() -> Path:
-    """The per-user pack directory (XDG data directory)."""
+def user_directory() -> Path | None:
+    """The per-user pack directory (XDG data directory); None for a user without a home, as in a
+    container that runs under a bare number.
+    """
     data = os.environ.get("XDG_DATA_HOME")
-    base = Path(data) if data else Path("~/.local/share").expanduser()
+    try:
+        base = Path(data) if data else Path.home() / ".local" / "share"
+    except RuntimeError:
+        return None
     return base / "specplan" / "packs"
 
 
@@ -20,9 +25,9 @@ def packaged_directory() -> Path:
     return Path(__file__).resolve().parent.parent / "_packs"
 
 
-def build_directory() -> Path:
+def build_directory() -> Path | None:
     """Where a build without ``--out`` puts its packs: ``$SPECPLAN_PACKS``, else the per-user
-    directory.
+    directory; None if there is neither.
     """
     named = os.environ.get(ENVIRONMENT)
     return Path(named) if named else user_directory()
@@ -35,5 +40,7 @@ def search_path() -> list[tuple[str, Path]]:
     if named:
         places.append((f"${ENVIRONMENT}", Path(named)))
     places.append(("the installed wheel", packaged_directory()))
-    places.append(("the per-user directory", user_directory()))
+    user = user_directory()
+    if user is not None:
+        places.append(("the per-user directory", user))
     return places

@@ -246,14 +246,28 @@ def dumps(manifest: Manifest) -> str:
             for group in manifest.groups
         ],
     }
-    body["digest"] = _digest(body)
-    return json.dumps(body, indent=1) + "\n"
+    return sealed(body)
 
 
-def _digest(body: Mapping[str, Any]) -> str:
-    bare = {name: value for name, value in body.items() if name != "digest"}
-    text = json.dumps(bare, sort_keys=True, separators=(",", ":"))
+#: What stands before the digest, which is the last value of the text.
+_SEAL = ',\n "digest": "'
+
+
+def sealed(body: Mapping[str, Any]) -> str:
+    """The text of a manifest's body, ending with the digest of everything before it."""
+    text = json.dumps({k: v for k, v in body.items() if k != "digest"}, indent=1)
+    text = text.removesuffix("\n}")
+    return f'{text}{_SEAL}{_digest(text)}"\n}}\n'
+
+
+def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _is_sealed(text: str) -> bool:
+    """Whether a text ends with its own digest."""
+    body, seal, end = text.removesuffix("\n").rpartition(_SEAL)
+    return bool(seal) and end == f'{_digest(body)}"\n}}'
 
 
 def loads(text: str, path: Path) -> Manifest:
@@ -277,7 +291,7 @@ def loads(text: str, path: Path) -> Manifest:
             f"was written by {age} version of specplan (schema {schema!r}, this one reads "
             f"{SCHEMA}); build the pack again with this version",
         )
-    if body.get("digest") != _digest(body):
+    if not _is_sealed(text):
         raise ManifestError(
             path, "edited", "does not match its own digest: it was edited; build the pack again"
         )

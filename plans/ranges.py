@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 
 _ITEM = re.compile(r"(-?\d+)(?:\.\.(-?\d+)(?:/(\d+))?)?")
 
@@ -14,10 +15,16 @@ def parse(text: str | int) -> tuple[int, ...]:
     """The sorted integers of ``"1..64, 72..256/8"``; ValueError on anything else, on overlap and on
     an empty range.
     """
-    if isinstance(text, int):
+    if type(text) is int:
         return (text,)
+    return _parse(str(text))
+
+
+# A manifest of ten thousand groups has some hundred different texts.
+@lru_cache(maxsize=1 << 12)
+def _parse(text: str) -> tuple[int, ...]:
     values: list[int] = []
-    for part in str(text).split(","):
+    for part in text.split(","):
         match = _ITEM.fullmatch(part.strip())
         if match is None:
             raise ValueError(f"{part.strip()!r} is not an integer, A..B or A..B/STEP")

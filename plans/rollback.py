@@ -170,14 +170,12 @@ class Layout:
         return [list(astuple(each)) for each in self.planes]
 
     @cached_property
-    def table_values(self) -> int:
-        """Elements of the plane table."""
-        return len(self.planes) * PLANE_FIELDS
-
-    @cached_property
-    def key(self) -> tuple[int, ...] | None:
-        """The values of :attr:`geometry`, for look-ups."""
-        return None if self.geometry is None else tuple(self.geometry.values())
+    def key(self) -> tuple[int, ...]:
+        """What tells layouts apart that need other launches, for look-ups: the geometry and the
+        bytes of a record, which the order of the planes changes.
+        """
+        geometry = () if self.geometry is None else tuple(self.geometry.values())
+        return (*geometry, self.record_bytes)
 
     @cached_property
     def geometry(self) -> Mapping[str, int] | None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from specplan.errors import (
     ColdCaptureError,
+    ForkedError,
     LaunchError,
     NoDeviceError,
     PackCorruptError,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ColdCaptureError",
+    "ForkedError",
     "LaunchError",
     "NoDeviceError",
     "Pack",

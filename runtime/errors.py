@@ -59,6 +59,12 @@ class ColdCaptureError(SpecplanError):
     reason = "cold_capture"
 
 
+class ForkedError(SpecplanError):
+    """A pack that was used before a fork was used in the child, where CUDA does not work."""
+
+    reason = "forked"
+
+
 class LaunchError(SpecplanError):
     """CUDA refused a launch, or an earlier launch failed."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from specplan.op import ARGUMENT_ERRORS, SHAPE_ERRORS, Op
+from specplan.op import CALL_ERRORS, SHAPE_ERRORS, Op
 from specplan.plans.manifest import PlanRecord
 from specplan.uncertified import Reason, Uncertified
 
@@ -80,47 +80,10 @@ class Gather(Op):
                                 kv_offsets, free * T, free * (T - 1), free * T, free, batch, T, T -
                                 1)
         """
-        # The body of _admit, written out: a Python call with fifteen arguments costs more than what
-        # it does.
+        # Written out, and by the least that tells the plan: the compiled function checks the
+        # ranges, and what it or the look-up stumbles over is worked out by _again.
         try:
-            function: Any = self._picked.get(
-                (
-                    store_next_new_tokens.get_device(),
-                    requests,
-                    tokens,
-                    drafts,
-                )
-            )
-            flat = requests * tokens
-            admitted = (
-                function is not None
-                and input_ids_begin >= 0
-                and draft_tokens_begin >= 0
-                and pos_offsets_begin >= 0
-                and kv_offsets_begin >= 0
-                and requests <= slots.numel()
-                and flat <= pos_indices.numel()
-                and input_ids_begin + flat <= input_ids.numel()
-                and draft_tokens_begin + requests * drafts <= draft_tokens.numel()
-                and pos_offsets_begin + flat <= pos_offsets.numel()
-                and kv_offsets_begin + requests <= kv_offsets.numel()
-            )
-        except SHAPE_ERRORS as error:
-            return self._refused(error)
-        if not admitted:
-            tensors = (
-                *(store_next_new_tokens, store_next_draft, store_lens, slots, pos_indices),
-                *(input_ids, draft_tokens, pos_offsets, kv_offsets),
-            )
-            integers = (
-                *(input_ids_begin, draft_tokens_begin, pos_offsets_begin, kv_offsets_begin),
-                *(requests, tokens, drafts),
-            )
-            function = self._admit(tensors, integers)
-            if not function:
-                return function  # type: ignore[no-any-return]
-        try:
-            function(
+            self._picked[store_next_new_tokens.get_device(), requests, tokens, drafts][0](
                 store_next_new_tokens,
                 store_next_draft,
                 store_lens,
@@ -138,7 +101,7 @@ class Gather(Op):
                 tokens,
                 drafts,
             )
-        except ARGUMENT_ERRORS as error:
+        except CALL_ERRORS as error:
             tensors = (
                 *(store_next_new_tokens, store_next_draft, store_lens, slots, pos_indices),
                 *(input_ids, draft_tokens, pos_offsets, kv_offsets),
@@ -147,10 +110,7 @@ class Gather(Op):
                 *(input_ids_begin, draft_tokens_begin, pos_offsets_begin, kv_offsets_begin),
                 *(requests, tokens, drafts),
             )
-            answer = self._launched(function, tensors, integers, integers, error)
-            return answer if isinstance(answer, Uncertified) else True
-        except RuntimeError as error:
-            raise self._failed(error) from error
+            return self._again(tensors, integers, error)
         return True
 
     def bind(self, *arguments: Any, **named: Any) -> Any:
@@ -163,50 +123,42 @@ class Gather(Op):
         """
         values = self._values(arguments, named)
         tensors, integers = values[:9], values[9:]
-        function = self._admit(tensors, integers)
-        if not function:
-            return function
-        return self._bound(function, tensors, integers, (0, 0, 0, 0, 0, 1, 0))
+        found = self._look_up(tensors, integers)
+        if not found:
+            return found
+        return self._bound(found[0], tensors, integers, (0, 0, 0, 0, 0, 1, 0))
 
-    def _admit(self, tensors: tuple[torch.Tensor, ...], integers: tuple[int, ...]) -> Any:
-        """The compiled function for a call if its ranges lie inside its tensors, or an
-        Uncertified.
-        """
+    def _look_up(self, tensors: tuple[torch.Tensor, ...], integers: tuple[int, ...]) -> Any:
         store_next, store_draft, _, slots, pos_indices, *destinations = tensors
         *begins, requests, tokens, drafts = integers
         try:
             # The stores' widths are checked by the compiled module: a key that fits another
             # problem's plan is refused by that plan, and then looked up in full.
             key = (store_next.get_device(), requests, tokens, drafts)
-            function = self._picked.get(key)
-            if function is None:
-                function = self._first(key, store_next, store_draft)
-                if not function:
-                    return function
+            found = self._picked.get(key)
+            if found is None:
+                found = self._first(key, store_next, store_draft)
+                if not found:
+                    return found
             flat = requests * tokens
-            ranges = {
-                "slots": (0, requests, slots.numel()),
-                "pos_indices": (0, flat, pos_indices.numel()),
-                **{
-                    name: (begin, count, buffer.numel())
-                    for name, begin, count, buffer in zip(
-                        ("input_ids", "draft_tokens", "pos_offsets", "kv_offsets"),
-                        begins,
-                        (flat, requests * drafts, flat, requests),
-                        destinations,
-                        strict=True,
-                    )
-                },
-            }
+            names = ("input_ids", "draft_tokens", "pos_offsets", "kv_offsets")
+            counts = (flat, requests * drafts, flat, requests)
+            ranges = [
+                ("slots", 0, requests, slots.numel()),
+                ("pos_indices", 0, flat, pos_indices.numel()),
+            ]
+            for name, begin, count, buffer in zip(names, begins, counts, destinations, strict=True):
+                ranges.append((name, begin, count, buffer.numel()))
+            for name, begin, count, held in ranges:
+                if begin < 0:
+                    detail = f"{name} begins at {begin}, below 0"
+                    return self._declined(Reason.RANGE, detail, key[0])
+                if begin + count > held:
+                    detail = f"{name} needs {begin}..{begin + count}, it has {held} elements"
+                    return self._declined(Reason.RANGE, detail, key[0])
         except SHAPE_ERRORS as error:
             return self._refused(error)
-        for name, (begin, count, held) in ranges.items():
-            if begin < 0:
-                return self._declined(Reason.RANGE, f"{name} begins at {begin}, below 0", key[0])
-            if begin + count > held:
-                detail = f"{name} needs {begin}..{begin + count}, it has {held} elements"
-                return self._declined(Reason.RANGE, detail, key[0])
-        return function
+        return found
 
     def _first(
         self, key: tuple[int, ...], following: torch.Tensor, draft_store: torch.Tensor
@@ -222,16 +174,19 @@ class Gather(Op):
         if not 0 <= drafts <= most:
             return self._declined(Reason.RANGE, f"drafts is {drafts}, outside 0..{most}", device)
         # A call with no requests is checked like one with a single request, and launches no work.
-        return self._resolve(key, device, (width, draft_width), "int32", max(1, requests), tokens)
+        picked = self._chosen(device, (width, draft_width), "int32", max(1, requests), tokens)
+        if isinstance(picked, Uncertified):
+            return picked
+        return self._remember(key, (picked.function,))
 
     def _fit(
         self, function: Any, tensors: tuple[torch.Tensor, ...], integers: tuple[int, ...]
     ) -> tuple[Any, tuple[torch.Tensor, ...]] | Uncertified | None:
-        self._picked.clear()
-        again = self._admit(tensors, integers)
+        self._picked.pop((tensors[0].get_device(), *integers[4:]), None)
+        again = self._look_up(tensors, integers)
         if not again:
             return again  # type: ignore[no-any-return]
-        return None if again is function else (again, tensors)
+        return None if again[0] is function else (again[0], tensors)
 
     @classmethod
     def idle_arguments(cls, plan: PlanRecord, device: torch.device) -> tuple[Any, ...]:

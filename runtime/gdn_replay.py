@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from specplan import library
+from specplan.forked import watched
 from specplan.op import ARGUMENT_ERRORS, SHAPE_ERRORS, Op
 from specplan.plans import gdn_replay as plan
 from specplan.plans.gdn_replay import HEAD, WINDOW, CommitterError, Cursors, Pool
@@ -109,7 +110,7 @@ class _GdnOp(Op):
         if not agreed:
             return agreed
         convert = library.tvm_ffi().from_dlpack
-        return partial(function, tensors[0], *map(convert, tensors[1:]), *numbers)
+        return watched(partial(function, tensors[0], *map(convert, tensors[1:]), *numbers))
 
 
 class VerifyStep(_GdnOp):

@@ -1,8 +1,9 @@
 """What the ops of all families share: picking, declining, binding.
 
-The hot path of an op is one dictionary look-up and one compiled call. What an argument must look
-like is checked by the compiled module, before any CUDA call and at no cost to Python; the ops check
-only what a tensor's description cannot say.
+The hot path of an op is one dictionary look-up and one compiled call. What the arguments must look
+like is checked by the compiled function, before any CUDA call and at no cost to Python: dtypes,
+ranks, equal extents by the module's own checks, ranges by what the kernel's host side adds
+(``kernels/ranges.py``). Only when that refuses or fails does an op work out in Python why.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from specplan import library
-from specplan.errors import LaunchError, UncertifiedCell
+from specplan.errors import LaunchError, SpecplanError, UncertifiedCell
+from specplan.forked import watched
 from specplan.plans.families import FAMILIES as PLANNING
 from specplan.plans.manifest import PlanRecord
 from specplan.uncertified import Reason, Uncertified
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 ARGUMENT_ERRORS = (TypeError, ValueError, OverflowError)
 #: What reading the shape of something that is not the tensor that an op wants raises.
 SHAPE_ERRORS = (AttributeError, IndexError, TypeError, ValueError)
+#: What a hot path stumbles over: a first call of its kind, a refusal, a failed launch. In a process
+#: that has imported the compiler, CUDA errors are of a class of its own.
+CALL_ERRORS = Exception
 
 
 #: Calls remembered by an op before it forgets them all; a server has some thousand kinds of call, a
@@ -42,9 +47,9 @@ class Op:
 
     def __init__(self, pack: Pack) -> None:
         self._pack = pack
-        # What calls came to so far, by whatever the op reads off its arguments: a compiled
-        # function, or the reason why not.
-        self._picked: dict[tuple[Any, ...], Any] = {}
+        # What calls came to so far, by whatever the op reads off its arguments: a compiled function
+        # and the last of its integers, those that the call itself does not give.
+        self._picked: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     @classmethod
     def idle_arguments(cls, plan: PlanRecord, device: torch.device) -> tuple[Any, ...]:
@@ -137,7 +142,7 @@ class Op:
         picked = self._chosen(device, geometry, dtype, requests, tokens, splits)
         if isinstance(picked, Uncertified):
             return picked
-        return self._remember(key, picked.function)
+        return self._remember(key, (picked.function,))[0]
 
     def _chosen(
         self,
@@ -173,7 +178,7 @@ class Op:
             self._pack._prepare(device, self.family)
         return picked
 
-    def _remember(self, key: tuple[Any, ...], value: Any) -> Any:
+    def _remember(self, key: tuple[Any, ...], value: tuple[Any, ...]) -> tuple[Any, ...]:
         """Keep what calls with this key come to; returns the value."""
         if len(self._picked) >= MOST_REMEMBERED:
             self._picked.clear()
@@ -193,6 +198,29 @@ class Op:
             f"{self.family}: the launch failed: {error}. CUDA errors are sticky: an earlier launch "
             "may be the cause"
         )
+
+    def _again(
+        self, tensors: tuple[torch.Tensor, ...], integers: tuple[int, ...], error: Exception
+    ) -> bool | Uncertified:
+        """A call that its hot path could not make: the first of its kind, refused, or failed.
+
+        ``error`` is what the hot path stumbled over; nothing was launched then. With all ranges
+        found good, a second refusal by the compiled function is a failed launch.
+        """
+        found = self._look_up(tensors, integers)
+        if not found:
+            return found  # type: ignore[no-any-return]
+        function, *last = found
+        integers = (*integers, *last)
+        refusal = error if isinstance(error, ARGUMENT_ERRORS) else None
+        answer = self._launched(function, tensors, integers, integers, refusal)
+        return answer if isinstance(answer, Uncertified) else True
+
+    def _look_up(self, tensors: tuple[torch.Tensor, ...], integers: tuple[int, ...]) -> Any:
+        """What a call comes to, every range checked: the compiled function and the last of its
+        integers, or an Uncertified.
+        """
+        raise NotImplementedError
 
     def _bound(
         self,
@@ -218,7 +246,7 @@ class Op:
             return fitted
         function, tensors = fitted
         convert = library.tvm_ffi().from_dlpack
-        return partial(function, tensors[0], *map(convert, tensors[1:]), *integers)
+        return watched(partial(function, tensors[0], *map(convert, tensors[1:]), *integers))
 
     def _launched(
         self,
@@ -250,7 +278,9 @@ class Op:
             function(*tensors, *launched)
         except ARGUMENT_ERRORS as refusal:
             return self._refused(refusal, _device(tensors[0]))
-        except RuntimeError as failure:
+        except SpecplanError:
+            raise
+        except Exception as failure:
             raise self._failed(failure) from failure
         return fitted
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
-from specplan import library
+from specplan import forked, library
 from specplan.errors import (
     ColdCaptureError,
     NoDeviceError,
@@ -80,13 +81,27 @@ def load(
         there = ", ".join(sorted(found)) or "none"
         raise PackNotFoundError(
             f"no pack for {' or '.join(wanted)}. Searched: {searched}. Archs found: {there}. "
+            f"{_without_manifest([root for _, root in places], wanted)}"
             f"Build one: specplan build --arch {wanted[0]}"
         )
     return Pack([_ArchPack(found[name], name) for name in usable], candidates=candidates)
 
 
+def _without_manifest(roots: Sequence[Path], wanted: Sequence[str]) -> str:
+    """A sentence about what would be a pack if it had its manifest, or nothing."""
+    for directory in (place for root in roots for place in (root, *(root / a for a in wanted))):
+        if any(directory.glob("*.so")) and not (directory / manifest.NAME).is_file():
+            return (
+                f"{directory} holds libraries and no {manifest.NAME}: its build never finished, or "
+                "the file was taken away. "
+            )
+    return ""
+
+
 def visible_archs() -> list[str]:
     """The archs of the visible GPUs, each once, in device order."""
+    if forked.inherited():
+        forked.refuse()
     if not torch.cuda.is_available():
         raise NoDeviceError(
             "torch sees no CUDA device, so there is no arch to load a pack for; "
@@ -208,9 +223,11 @@ class Pack:
         self._packs = {pack.manifest.arch: pack for pack in packs}
         self._by_capability = {pack.manifest.capability: pack for pack in packs}
         self._prepared: set[tuple[int, str]] = set()
+        self._preparing = Lock()
         self.candidates = candidates
         for name, family in FAMILIES.items():
             setattr(self, name, family(self))
+        forked.watch(self)
 
     @property
     def archs(self) -> tuple[str, ...]:
@@ -281,6 +298,12 @@ class Pack:
                 f"the GPU code of {family} is not loaded on cuda:{index}, and a graph capture is "
                 "under way; call pack.prepare() before the capture"
             )
+        with self._preparing:
+            if (index, family) not in self._prepared:
+                self._load_code(pack, index, family)
+                self._prepared.add((index, family))
+
+    def _load_code(self, pack: _ArchPack, index: int, family: str) -> None:
         op = FAMILIES[family]
         # A plan that no cell may run is not launched here either, not even with no work to do.
         allowed = {
@@ -293,7 +316,6 @@ class Pack:
             for symbol, plan in pack.manifest.plans.items():
                 if symbol in allowed:
                     pack.functions[symbol](*op.idle_arguments(plan, torch.device("cuda", index)))
-        self._prepared.add((index, family))
 
     def _pick(
         self,

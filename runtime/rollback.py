@@ -9,7 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from specplan.op import ARGUMENT_ERRORS, SHAPE_ERRORS, Op
+from specplan.op import ARGUMENT_ERRORS, CALL_ERRORS, SHAPE_ERRORS, Op
 from specplan.plans import rollback as plan
 from specplan.plans.manifest import PlanRecord
 from specplan.plans.rollback import Layout
@@ -102,7 +102,7 @@ def _upload(table: list[list[int]], device: torch.device) -> torch.Tensor:
 class _RollbackOp(Op):
     family = "rollback"
 
-    def _admit(
+    def _find(
         self,
         layout: Layout,
         tokens: int,
@@ -110,24 +110,22 @@ class _RollbackOp(Op):
         pages: torch.Tensor,
         old: torch.Tensor,
     ) -> Any:
-        """(compiled function, splits, overlap) for this call if its ranges lie inside its tensors,
-        or an Uncertified.
+        """What a call comes to, its ranges checked: the compiled function and the last of its
+        integers (record bytes, planes, splits, overlap); an Uncertified; None if there are no rows.
         """
         try:
-            # The compiled module refuses pages and tables of other ranks, so counts are enough.
             rows = pages.numel()
+            if rows == 0:
+                return None
+            # The compiled module refuses pages and tables of other ranks, so counts are enough.
             key = (pages.get_device(), layout.key, rows, tokens, pages.dtype)
             found = self._picked.get(key)
             if found is None:
-                found = self._first(key)
+                found = self._first(key, layout)
                 if not found:
                     return found
             held, width = old.shape
-            if (
-                held >= rows
-                and width >= layout.record_bytes
-                and planes.numel() == layout.table_values
-            ):
+            if held >= rows and width >= found[1] and planes.shape[0] == found[2]:
                 return found
         except SHAPE_ERRORS as error:
             return self._refused(error)
@@ -139,33 +137,53 @@ class _RollbackOp(Op):
             key[0],
         )
 
-    def _first(self, key: tuple[Any, ...]) -> Any:
-        device, geometry, rows, tokens, dtype = key
+    def _first(self, key: tuple[Any, ...], layout: Layout) -> Any:
+        device, _, rows, tokens, dtype = key
         if tokens < 1:
             return self._declined(Reason.RANGE, f"tokens is {tokens}, below 1", device)
         if dtype not in _INDEX:
             detail = f"pages are {dtype}, expected torch.int32 or torch.int64"
             return self._declined(Reason.ARGUMENT, detail, device)
-        if geometry is None:
+        if layout.geometry is None:
             return self._declined(
                 Reason.UNKNOWN_PROBLEM, "the planes have more than two row sizes", device
             )
         # Ragged rows run the plan of the full batch.
         requests = -(-rows // tokens)
+        geometry = tuple(layout.geometry.values())
         picked = self._chosen(device, geometry, _INDEX[dtype], requests, tokens)
         if isinstance(picked, Uncertified):
             return picked
-        launch = picked.launch
-        return self._remember(key, (picked.function, launch["splits"], launch["overlap"]))
+        launch = (picked.launch["splits"], picked.launch["overlap"])
+        return self._remember(
+            key, (picked.function, layout.record_bytes, len(layout.planes), *launch)
+        )
 
-    def _launch(self, function: Any, arguments: tuple[Any, ...]) -> bool | Uncertified:
-        try:
-            function(*arguments)
-        except ARGUMENT_ERRORS as error:
-            return self._refused(error, arguments[0].get_device())
-        except RuntimeError as error:
-            raise self._failed(error) from error
-        return True
+    def _retried(
+        self, error: Exception, found: Any, tensors: tuple[torch.Tensor, ...], *tokens: int
+    ) -> bool | Uncertified:
+        """A call that its hot path could not make, by what :meth:`_find` says of it now."""
+        if found is None:
+            return True
+        if not found:
+            return found  # type: ignore[no-any-return]
+        if isinstance(error, ARGUMENT_ERRORS):
+            return self._refused(error, tensors[1].get_device())
+        function, *integers = found
+        answer = self._launched(function, tensors, (), (*tokens, *integers))
+        return answer if isinstance(answer, Uncertified) else True
+
+    def _held(self, found: Any, tensors: tuple[torch.Tensor, ...], *tokens: int) -> Any:
+        """The bound launch of a call; the compiled module is asked with no splits, which launches
+        nothing.
+        """
+        if found is None:
+            return _nothing
+        if not found:
+            return found
+        function, record, planes, *launch = found
+        known = (*tokens, record, planes)
+        return self._bound(function, tensors, (*known, *launch), (*known, 0, 0))
 
 
 class SaveRows(_RollbackOp):
@@ -208,32 +226,23 @@ class SaveRows(_RollbackOp):
         True, or a falsy :class:`~specplan.Uncertified`; then nothing was launched. No rows: True.
 
         """
-        if _no_rows(pages):
-            return True
-        found = self._admit(layout, tokens, planes, pages, old)
-        if not found:
-            return found  # type: ignore[no-any-return]
-        return self._launch(found[0], (planes, pages, within, old, pending, *found[1:]))
+        try:
+            function, *integers = self._picked[
+                pages.get_device(), layout.key, pages.numel(), tokens, pages.dtype
+            ]
+            function(planes, pages, within, old, pending, *integers)
+        except CALL_ERRORS as error:
+            found = self._find(layout, tokens, planes, pages, old)
+            return self._retried(error, found, (planes, pages, within, old, pending))
+        return True
 
-    def bind(
-        self,
-        layout: Layout,
-        tokens: int,
-        planes: torch.Tensor,
-        pages: torch.Tensor,
-        within: torch.Tensor,
-        old: torch.Tensor,
-        pending: torch.Tensor,
-    ) -> Any:
-        """Check and convert the arguments once; returns ``launch()`` for these buffers, or a falsy
-        Uncertified.
+    def bind(self, *arguments: Any, **named: Any) -> Any:
+        """Check and convert the arguments of a call once; returns ``launch()`` for these buffers,
+        or a falsy Uncertified.
         """
-        if _no_rows(pages):
-            return _nothing
-        found = self._admit(layout, tokens, planes, pages, old)
-        if not found:
-            return found
-        return self._bound(found[0], (planes, pages, within, old, pending), found[1:], (0, 0))
+        layout, tokens, *tensors = self._values(arguments, named)
+        planes, pages, _, old = tensors[:4]
+        return self._held(self._find(layout, tokens, planes, pages, old), tuple(tensors))
 
 
 class RestoreRows(_RollbackOp):
@@ -260,34 +269,23 @@ class RestoreRows(_RollbackOp):
         ``rejected`` is int32 [rows]; the other parameters and the answer are those of ``gather``.
         Does nothing unless the snapshot is pending.
         """
-        if _no_rows(pages):
-            return True
-        found = self._admit(layout, tokens, planes, pages, old)
-        if not found:
-            return found  # type: ignore[no-any-return]
-        return self._launch(found[0], (planes, pages, within, old, pending, rejected, *found[1:]))
+        try:
+            function, *integers = self._picked[
+                pages.get_device(), layout.key, pages.numel(), tokens, pages.dtype
+            ]
+            function(planes, pages, within, old, pending, rejected, *integers)
+        except CALL_ERRORS as error:
+            found = self._find(layout, tokens, planes, pages, old)
+            return self._retried(error, found, (planes, pages, within, old, pending, rejected))
+        return True
 
-    def bind(
-        self,
-        layout: Layout,
-        tokens: int,
-        planes: torch.Tensor,
-        pages: torch.Tensor,
-        within: torch.Tensor,
-        old: torch.Tensor,
-        pending: torch.Tensor,
-        rejected: torch.Tensor,
-    ) -> Any:
-        """Check and convert the arguments once; returns ``launch()`` for these buffers, or a falsy
-        Uncertified.
+    def bind(self, *arguments: Any, **named: Any) -> Any:
+        """Check and convert the arguments of a call once; returns ``launch()`` for these buffers,
+        or a falsy Uncertified.
         """
-        if _no_rows(pages):
-            return _nothing
-        found = self._admit(layout, tokens, planes, pages, old)
-        if not found:
-            return found
-        tensors = (planes, pages, within, old, pending, rejected)
-        return self._bound(found[0], tensors, found[1:], (0, 0))
+        layout, tokens, *tensors = self._values(arguments, named)
+        planes, pages, _, old = tensors[:4]
+        return self._held(self._find(layout, tokens, planes, pages, old), tuple(tensors))
 
 
 class Commit(_RollbackOp):
@@ -339,90 +337,63 @@ class Commit(_RollbackOp):
         cursors
             int32 [slots]: ``cursors[slots[g]] = max(n - 1, 0)``.
         """
-        if _no_rows(pages):
-            return True
-        found = self._checked(
-            layout,
-            tokens,
-            planes,
-            pages,
-            old,
-            accepted,
-            row_requests,
-            row_ordinals,
-            states,
-            slots,
-            cursors,
-        )
-        if not found:
-            return found  # type: ignore[no-any-return]
-        function, launch, lists = found
-        return self._launch(
-            function, (planes, pages, within, old, pending, accepted, *lists, *launch)
-        )
+        # What is left out is empty; the compiled function refuses what does not fit together.
+        try:
+            device = pages.get_device()
+            function, *integers = self._picked[
+                device, layout.key, pages.numel(), tokens, pages.dtype
+            ]
+            none, no_states = self._absent[device]
+            function(
+                planes,
+                pages,
+                within,
+                old,
+                pending,
+                accepted,
+                none if row_requests is None else row_requests,
+                none if row_ordinals is None else row_ordinals,
+                no_states if states is None else states,
+                none if slots is None else slots,
+                none if cursors is None else cursors,
+                tokens if row_requests is None else 0,
+                *integers,
+            )
+        except CALL_ERRORS as error:
+            optional = (row_requests, row_ordinals, states, slots, cursors)
+            given = (planes, pages, within, old, pending, accepted)
+            return self._retried(error, *self._checked(layout, tokens, given, optional))
+        return True
 
-    def bind(
-        self,
-        layout: Layout,
-        tokens: int,
-        planes: torch.Tensor,
-        pages: torch.Tensor,
-        within: torch.Tensor,
-        old: torch.Tensor,
-        pending: torch.Tensor,
-        accepted: torch.Tensor,
-        row_requests: torch.Tensor | None = None,
-        row_ordinals: torch.Tensor | None = None,
-        states: torch.Tensor | None = None,
-        slots: torch.Tensor | None = None,
-        cursors: torch.Tensor | None = None,
-    ) -> Any:
-        """Check and convert the arguments once; returns ``launch()`` for these buffers, or a falsy
-        Uncertified.
+    def bind(self, *arguments: Any, **named: Any) -> Any:
+        """Check and convert the arguments of a call once; returns ``launch()`` for these buffers,
+        or a falsy Uncertified.
         """
-        if _no_rows(pages):
-            return _nothing
-        found = self._checked(
-            layout,
-            tokens,
-            planes,
-            pages,
-            old,
-            accepted,
-            row_requests,
-            row_ordinals,
-            states,
-            slots,
-            cursors,
-        )
-        if not found:
-            return found
-        function, launch, lists = found
-        tensors = (planes, pages, within, old, pending, accepted, *lists)
-        return self._bound(function, tensors, launch, (launch[0], 0, 0))
+        values = (*self._values(arguments, named), *[None] * 5)[:13]
+        layout, tokens = values[:2]
+        return self._held(*self._checked(layout, tokens, values[2:8], values[8:]))
 
     def _checked(
         self,
         layout: Layout,
         tokens: int,
-        planes: torch.Tensor,
-        pages: torch.Tensor,
-        old: torch.Tensor,
-        accepted: torch.Tensor,
-        row_requests: torch.Tensor | None,
-        row_ordinals: torch.Tensor | None,
-        states: torch.Tensor | None,
-        slots: torch.Tensor | None,
-        cursors: torch.Tensor | None,
-    ) -> Any:
-        """(function, (tokens, splits, overlap), the five optional tensors), or an Uncertified."""
-        found = self._admit(layout, tokens, planes, pages, old)
+        given: tuple[torch.Tensor, ...],
+        optional: tuple[torch.Tensor | None, ...],
+    ) -> tuple[Any, tuple[torch.Tensor, ...], int]:
+        """What :meth:`_find` says, with what commits check beside it; all tensors in the compiled
+        order; and the rows of a request, 0 where they are listed.
+        """
+        planes, pages, _, old, _, accepted = given
+        row_requests, row_ordinals, states, slots, cursors = optional
+        found = self._find(layout, tokens, planes, pages, old)
         if not found:
-            return found
+            return found, given, 0
         device = pages.get_device()
         try:
             rows, requests = pages.numel(), accepted.numel()
             listed = row_requests is not None
+            slotted = 0 if slots is None else slots.numel()
+            staged = any(t is not None and t.numel() for t in (states, cursors))
             wrong = None
             if listed != (row_ordinals is not None):
                 wrong = "row_requests and row_ordinals are given together or not at all"
@@ -430,26 +401,23 @@ class Commit(_RollbackOp):
                 wrong = f"the row lists are shorter than the {rows} rows"
             elif not listed and rows != requests * tokens:
                 wrong = f"{rows} rows are not {tokens} tokens of {requests} requests; list them"
-            elif slots is None and (states is not None or cursors is not None):
+            elif slotted != requests and slots is None and staged:
                 wrong = "staged states and cursors need slots"
-            elif slots is not None and slots.numel() != requests:
-                wrong = f"{slots.numel()} slots for {requests} requests"
+            elif slotted != requests and (slotted or staged):
+                wrong = f"{slotted} slots for {requests} requests"
             elif states is not None and states.numel() > plan.MAX_STATES * plan.STATE_FIELDS:
                 count = states.numel() // plan.STATE_FIELDS
                 wrong = f"{count} staged states, at most {plan.MAX_STATES} fit one launch"
         except SHAPE_ERRORS as error:
-            return self._refused(error, device)
+            return self._refused(error, device), given, 0
         if wrong is not None:
-            return self._declined(Reason.RANGE, wrong, device)
-        no_list, no_states = self._nothing_of(device)
-        lists = (
-            no_list if row_requests is None else row_requests,
-            no_list if row_ordinals is None else row_ordinals,
-            no_states if states is None else states,
-            no_list if slots is None else slots,
-            no_list if cursors is None else cursors,
+            return self._declined(Reason.RANGE, wrong, device), given, 0
+        none, no_states = self._nothing_of(device)
+        absent = (none, none, no_states, none, none)
+        filled = (
+            there if each is None else each for each, there in zip(optional, absent, strict=True)
         )
-        return found[0], (0 if listed else tokens, *found[1:]), lists
+        return found, (*given, *filled), 0 if listed else tokens
 
     def _nothing_of(self, device: int) -> tuple[torch.Tensor, torch.Tensor]:
         absent = self._absent.get(device)
@@ -502,16 +470,13 @@ class Rollback:
         nowhere = plan.layout([plan.plane(old.data_ptr(), 16, 16, 0, 1, 16)])
         table = torch.tensor(nowhere.table(), device=device)
         common = (table, empty(1, dtype=index), empty(1, dtype=index), old, empty(1))
+        integers = (nowhere.record_bytes, 1, 1, 0)
         if record.op == "gather":
-            return (*common, 1, 0)
+            return (*common, *integers)
         if record.op == "restore":
-            return (*common, empty(1), 1, 0)
+            return (*common, empty(1), *integers)
         states = empty(0, plan.STATE_FIELDS, dtype=torch.int64)
-        return (*common, empty(1), empty(0), empty(0), states, empty(0), empty(0), 1, 1, 0)
-
-
-def _no_rows(pages: torch.Tensor) -> bool:
-    return isinstance(pages, torch.Tensor) and pages.numel() == 0
+        return (*common, empty(1), empty(0), empty(0), states, empty(0), empty(0), 1, *integers)
 
 
 def _nothing() -> None:

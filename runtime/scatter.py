@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from specplan.op import ARGUMENT_ERRORS, SHAPE_ERRORS, Op
+from specplan.op import CALL_ERRORS, SHAPE_ERRORS, Op
 from specplan.plans.manifest import PlanRecord
 from specplan.uncertified import Reason, Uncertified
 
@@ -76,35 +76,13 @@ class Scatter(Op):
         """
         if rows == 0:
             return True
-        # The body of _admit, written out: a Python call with ten arguments costs more than what it
-        # does.
+        # Written out, and by the least that tells the plan: the compiled function checks the ranges
+        # and the width that the plan was picked for, and what it or the look-up stumbles over is
+        # worked out by _again.
         try:
-            held, width = new_tokens.shape
-            function: Any = self._picked.get(
-                (
-                    new_tokens.get_device(),
-                    rows,
-                    width,
-                    store_next_draft.numel(),
-                )
-            )
-            admitted = (
-                function is not None
-                and 0 <= row_begin <= held - rows
-                and 0 <= rows <= slots.numel()
-            )
-        except SHAPE_ERRORS as error:
-            return self._refused(error)
-        tensors: tuple[torch.Tensor, ...]
-        if not admitted:
-            tensors = (
-                *(new_tokens, next_new_tokens, lens, next_draft_tokens, slots),
-                *(store_new_tokens, store_next_new_tokens, store_lens, store_next_draft),
-            )
-            function = self._admit(tensors, (row_begin, rows))
-            if not function:
-                return function  # type: ignore[no-any-return]
-        try:
+            function, columns = self._picked[
+                new_tokens.get_device(), rows, new_tokens.numel(), store_next_draft.numel()
+            ]
             function(
                 new_tokens,
                 next_new_tokens,
@@ -117,17 +95,14 @@ class Scatter(Op):
                 store_next_draft,
                 row_begin,
                 rows,
+                columns,
             )
-        except ARGUMENT_ERRORS as error:
+        except CALL_ERRORS as error:
             tensors = (
                 *(new_tokens, next_new_tokens, lens, next_draft_tokens, slots),
                 *(store_new_tokens, store_next_new_tokens, store_lens, store_next_draft),
             )
-            integers = (row_begin, rows)
-            answer = self._launched(function, tensors, integers, integers, error)
-            return answer if isinstance(answer, Uncertified) else True
-        except RuntimeError as error:
-            raise self._failed(error) from error
+            return self._again(tensors, (row_begin, rows), error)
         return True
 
     def bind(self, *arguments: Any, **named: Any) -> Any:
@@ -142,63 +117,65 @@ class Scatter(Op):
         tensors, integers = values[:9], values[9:]
         if integers[1] == 0:
             return _nothing
-        function = self._admit(tensors, integers)
-        if not function:
-            return function
-        return self._bound(function, tensors, integers, (0, 0))
+        found = self._look_up(tensors, integers)
+        if not found:
+            return found
+        function, columns = found
+        return self._bound(function, tensors, (*integers, columns), (0, 0, columns))
 
-    def _admit(self, tensors: tuple[torch.Tensor, ...], integers: tuple[int, ...]) -> Any:
-        """The compiled function for a call if its ranges lie inside its tensors, or an
-        Uncertified.
-        """
+    def _look_up(self, tensors: tuple[torch.Tensor, ...], integers: tuple[int, ...]) -> Any:
         new_tokens, _, _, _, slots, store_new_tokens, store_next, _, store_draft = tensors
         row_begin, rows = integers
         try:
             held, width = new_tokens.shape
-            # What the compiled module checks by itself (the stores' widths among it) is not in the
-            # key: a key that fits another problem's plan is refused by that plan, and then looked
-            # up in full.
-            key = (new_tokens.get_device(), rows, width, store_draft.numel())
-            function = self._picked.get(key)
-            if function is None:
+            # What the compiled function checks by itself (the stores' widths among it) is not in
+            # the key: a key that fits another problem's plan is refused by that plan, and then
+            # looked up in full.
+            key = (new_tokens.get_device(), rows, new_tokens.numel(), store_draft.numel())
+            found = self._picked.get(key)
+            if found is None or found[1] != width:
                 history = store_new_tokens.size(0)
-                function = self._resolve(
-                    key,
+                # A call moves as many history columns as both sides have; an output with no
+                # columns moves the length alone.
+                picked = self._chosen(
                     key[0],
                     (history, store_next.size(0), store_draft.size(1)),
                     "int32",
                     rows,
-                    # A call moves as many history columns as both sides have; an output with no
-                    # columns moves the length alone.
                     max(1, min(width, history)),
                 )
-                if not function:
-                    return function
-            if 0 <= row_begin <= held - rows and 0 <= rows <= slots.numel():
-                return function
+                if isinstance(picked, Uncertified):
+                    return picked
+                found = self._remember(key, (picked.function, width))
+            listed = slots.numel()
+            if 0 <= row_begin <= held - rows and 0 <= rows <= listed:
+                return found
         except SHAPE_ERRORS as error:
             return self._refused(error)
-        return self._outside(key[0], row_begin, rows, held, slots.numel())
+        return self._outside(key[0], row_begin, rows, held, listed)
 
     def _fit(
         self, function: Any, tensors: tuple[torch.Tensor, ...], integers: tuple[int, ...]
     ) -> tuple[Any, tuple[torch.Tensor, ...]] | Uncertified | None:
-        self._picked.clear()
-        outputs, end = tensors[:4], sum(integers)
+        row_begin, rows, _ = integers
+        outputs, end = tensors[:4], row_begin + rows
         narrowed = outputs
         # The outputs may differ in rows as long as each holds the rows moved; the module takes them
         # with equal ones.
         if all(isinstance(t, torch.Tensor) and t.dim() and t.size(0) >= end for t in outputs):
             narrowed = tuple(t[:end] for t in outputs)
         fitted = (*narrowed, *tensors[4:])
-        again = self._admit(fitted, integers)
+        for held in (tensors[0], fitted[0]):
+            self._picked.pop((held.get_device(), rows, held.numel(), tensors[8].numel()), None)
+        again = self._look_up(fitted, (row_begin, rows))
         if not again:
             return again  # type: ignore[no-any-return]
-        if again is function and all(
+        same = narrowed is outputs or all(
             a.shape == b.shape for a, b in zip(narrowed, outputs, strict=True)
-        ):
+        )
+        if again[0] is function and same:
             return None
-        return again, fitted
+        return again[0], fitted
 
     def _outside(
         self, device: int, row_begin: int, rows: int, held: int, listed: int
@@ -228,8 +205,7 @@ class Scatter(Op):
             zeros(spec["next"], 1, 1),
             zeros(1),
             zeros(1, spec["draft"]),
-            0,
-            0,
+            *(0, 0, 1),
         )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from specplan import library
+from specplan.forked import watched
 from specplan.op import ARGUMENT_ERRORS, MOST_REMEMBERED, SHAPE_ERRORS, Op, required
 from specplan.plans import sparse_gqa_verify as planning
 from specplan.plans.manifest import PlanRecord
@@ -231,7 +232,7 @@ class SparseGqaVerify(Op):
         function, tensors = fitted
         # The first stays torch's: that is how a launch learns torch's current stream.
         convert = library.tvm_ffi().from_dlpack
-        return partial(function, tensors[0], *map(convert, tensors[1:]), *scalars)
+        return watched(partial(function, tensors[0], *map(convert, tensors[1:]), *scalars))
 
     def workspace(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from specplan.errors import UncertifiedCell
 from specplan.plans.cell import Cell
@@ -63,7 +63,7 @@ class Uncertified:
         self.cell = cell
         self._nearest = nearest
 
-    def __bool__(self) -> bool:
+    def __bool__(self) -> Literal[False]:
         return False
 
     @property

@@ -30,6 +30,8 @@ class Compiled:
         self.symbol = symbol
         self.spec = dict(spec)
         self.refuses: Callable[..., str | None] = lambda *arguments: None
+        #: Whether the function's own checks of ranges end the call (``kernels/ranges.py``).
+        self.outside: Callable[..., bool] = lambda *arguments: False
         self.fails: Exception | None = None
         self.launches: list[tuple[Any, ...]] = []
 
@@ -39,4 +41,6 @@ class Compiled:
         wrong = self.refuses(*arguments)
         if wrong is not None:
             raise ValueError(wrong)
+        if self.outside(*arguments):
+            raise RuntimeError("CUDA Error Code: 77001")
         self.launches.append(arguments)

@@ -101,6 +101,8 @@ def certify_main(
     if arch not in ("auto", found):
         click.echo(f"error: cuda:{device} is {found}, it cannot certify {arch}", err=True)
         return 1
+    # Streams and captures are those of the current device.
+    torch.cuda.set_device(device)
     if found not in catalog.archs:
         click.echo(f"error: {found} is not an arch of the catalog", err=True)
         return 1

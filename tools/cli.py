@@ -1,10 +1,11 @@
-"""The command line: build, certify, coverage, verify, explain, doctor, gc.
+"""The command line: build, certify, coverage, verify, list, size, explain, doctor, gc.
 
 Exit codes, everywhere: 0 it holds, 1 it does not, 2 the command was used wrongly.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -74,7 +75,7 @@ def _root(path: Path | None) -> Path:
     for _, place in locations.search_path():
         if packs_under(place):
             return place
-    return locations.build_directory()
+    return locations.build_directory() or locations.packaged_directory()
 
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -162,6 +163,11 @@ def build_command(
     except ImportError as error:
         _fail(f"the build step cannot be imported ({error}); pip install 'specplan[build]'")
     target = out if out is not None else locations.build_directory()
+    if target is None:
+        _fail(
+            "this user has no home directory to keep packs in; "
+            f"name a directory with --out or ${locations.ENVIRONMENT}"
+        )
     with _Progress(quiet=as_json) as progress:
         try:
             report = build(
@@ -279,6 +285,8 @@ class _Progress:
 @click.option(
     "--junit", "form", flag_value="junit", help="Print JUnit XML; only with --deployment."
 )
+@click.option("--svg", type=click.Path(path_type=Path), help="Write a picture into this file, too.")
+@click.option("--html", type=click.Path(path_type=Path), help="Write a page into this file, too.")
 @_option_packs()
 @_option_catalog()
 @_option_certificates()
@@ -288,6 +296,8 @@ def coverage_command(
     strict: bool,
     deployment: Path | None,
     form: str | None,
+    svg: Path | None,
+    html: Path | None,
     packs: Path | None,
     catalog_path: Path | None,
     certificate_path: Path | None,
@@ -297,6 +307,10 @@ def coverage_command(
     if deployment is not None:
         if archs or family or strict:
             raise click.UsageError("--deployment says arch and families itself")
+        if svg or html:
+            raise click.UsageError(
+                "--svg and --html show the catalog; they go without --deployment"
+            )
         _deployment_coverage(catalog, deployment, form, _root(packs), _evidence(certificate_path))
     if form == "junit":
         raise click.UsageError("--junit goes with --deployment")
@@ -319,6 +333,7 @@ def coverage_command(
         click.echo(_table(coverage, markdown=form == "markdown"))
     if not wanted:
         _fail(f"no pack under {root}; build one with `specplan build`, or name it with --packs")
+    _draw(coverage, catalog, svg, html)
     for complaint in coverage.complaints:
         click.echo(f"does not hold: {complaint}", err=True)
     for line in _broken(coverage):
@@ -326,6 +341,22 @@ def coverage_command(
     if coverage.holds and form is None:
         click.echo("every claim holds")
     sys.exit(0 if coverage.holds else 1)
+
+
+def _draw(coverage: Coverage, catalog: Catalog, svg: Path | None, html: Path | None) -> None:
+    """Write the pictures that were asked for."""
+    if svg is None and html is None:
+        return
+    from specplan.tools import picture
+    from specplan.tools.grids import grids
+
+    found = grids(coverage, catalog)
+    for path, draw in ((svg, picture.svg), (html, picture.html)):
+        if path is not None:
+            try:
+                path.write_text(draw(coverage, found), encoding="utf-8")
+            except OSError as error:
+                _fail(f"{path} cannot be written ({error.strerror or error})")
 
 
 def _deployment_coverage(
@@ -440,6 +471,210 @@ def verify_command(as_json: bool, packs: Path | None) -> None:
     if not found:
         _fail(f"no pack under {root}")
     sys.exit(1 if any(results.values()) else 0)
+
+
+# list and size
+
+
+def _found(packs: Path | None, arch: str | None, family: str | None, problem: str | None) -> Any:
+    """The packs at hand; exit 2 for a name that none of them can mean, 1 if there are none."""
+    from specplan.tools import inventory
+
+    if family is not None:
+        _family_names([family])
+    everything = inventory.at_hand(packs)
+    known = {
+        name
+        for each in everything
+        if each.pack is not None
+        for of, problems in each.pack.problems.items()
+        if family in (None, of)
+        for name in problems
+    }
+    if problem is not None and known and problem not in known:
+        hint = suggest(problem, sorted(known))
+        raise click.BadParameter(f"unknown problem {problem!r}{hint}", param_hint="--problem")
+    found = [each for each in everything if arch in (None, each.arch)]
+    if not found:
+        places = [packs] if packs is not None else [place for _, place in locations.search_path()]
+        there = ", ".join(dict.fromkeys(each.arch for each in everything)) or "none"
+        wanted = f"no pack for {arch}" if arch else "no pack"
+        _fail(f"{wanted} under {', '.join(map(str, places))}; archs found: {there}")
+    return found
+
+
+def _columns(records: Sequence[Sequence[Any]], right: Sequence[int] = ()) -> str:
+    """Records as lines; the columns ``right`` are numbers."""
+    rows = [[f"{v:,}" if isinstance(v, int) else str(v) for v in record] for record in records]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            text.rjust(width) if i in right else text.ljust(width)
+            for i, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+@main.command("list")
+@click.argument("what", type=click.Choice(["packs", "plans", "cells"]), default="packs")
+@click.option("--arch", help="Only this arch.")
+@click.option("--family", help="Only this family; of plans and cells.")
+@click.option("--problem", help="Only this problem; of plans and cells.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_option_packs()
+def list_command(
+    what: str,
+    arch: str | None,
+    family: str | None,
+    problem: str | None,
+    as_json: bool,
+    packs: Path | None,
+) -> None:
+    """List the packs at hand, or the plans or cells in those that a load takes.
+
+    Exit 1 if there is nothing to list, or if a manifest cannot be read.
+    """
+    from specplan.tools import inventory
+
+    if what == "packs" and (family or problem):
+        raise click.UsageError("--family and --problem go with `list plans` and `list cells`")
+    found = _found(packs, arch, family, problem)
+    records: list[Any]
+    if what == "packs":
+        records = inventory.packs(found)
+    else:
+        records = list(getattr(inventory, what)(found, family, problem))
+    wrong = [each.wrong for each in found if each.wrong]
+    if as_json:
+        click.echo(json.dumps({what: records, "complaints": wrong}, indent=1))
+    elif records:
+        click.echo(_LISTS[what](records))
+    for complaint in wrong:
+        click.echo(f"wrong: {complaint}", err=True)
+    if not records:
+        click.echo(f"error: none of the packs at hand has {what} like that", err=True)
+    sys.exit(1 if wrong or not records else 0)
+
+
+def _listed_packs(records: Sequence[Any]) -> str:
+    head = ("arch", "plans", "certified", "candidate", "specplan", "directory", "")
+    body = [
+        (
+            *(r["arch"], r["plans"], r["cells"]["certified"], r["cells"]["candidate"]),
+            *(r["specplan"] or "?", r["directory"]),
+            f"[{r['place']}]" if r["used"] else f"[{r['place']}, behind another]",
+        )
+        for r in records
+    ]
+    return _columns([head, *body], (1, 2, 3))
+
+
+def _listed_plans(records: Sequence[Any]) -> str:
+    head = ("arch", "family", "op", "cells", "registers", "spills", "bytes", "symbol")
+    names = ("arch", "family", "op", "cells", "registers", "spills", "object_bytes", "symbol")
+    return _columns([head, *[[r[name] for name in names] for r in records]], (3, 4, 5, 6))
+
+
+def _listed_cells(records: Sequence[Any]) -> str:
+    head = ("arch", "family", "problem", "dtype", "splits", "tokens", "requests", "cells", "state")
+    body = [
+        (
+            *(r["arch"], r["family"], r["problem"], r["dtype"]),
+            f"{r['splits']}" if r["planned"] else f"{r['splits']} forced",
+            *(r["tokens"], r["requests"], r["cells"], r["state"]),
+        )
+        for r in records
+    ]
+    return _columns([head, *body], (7,))
+
+
+_LISTS: dict[str, Callable[[Sequence[Any]], str]] = {
+    "packs": _listed_packs,
+    "plans": _listed_plans,
+    "cells": _listed_cells,
+}
+
+
+@main.command("size")
+@click.option("--arch", help="Only this arch.")
+@click.option("--family", help="Only this family.")
+@click.option("--plans", "by_plan", is_flag=True, help="Also the objects of every plan.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, in bytes.")
+@_option_packs()
+def size_command(
+    arch: str | None, family: str | None, by_plan: bool, as_json: bool, packs: Path | None
+) -> None:
+    """Say what each family of each pack costs an installer, and what is shared by all.
+
+    Exit 1 if a file is not there, or has another size than its manifest says.
+    """
+    from specplan import library
+    from specplan.tools import inventory
+
+    found = [each for each in _found(packs, arch, family, None) if each.used]
+    wrong = [each.wrong for each in found if each.wrong]
+    weights = []
+    for each in found:
+        if each.pack is not None:
+            part, complaints = inventory.weigh(each, family)
+            weights += part
+            wrong += complaints
+    records = list(inventory.plans(found, family, None)) if by_plan else []
+    runtime = next((path for path in library.runtime_candidates() if path.is_file()), None)
+    shared = runtime.stat().st_size if runtime else None
+    if as_json:
+        body: dict[str, Any] = {
+            "families": [weight.as_dict() for weight in weights],
+            "installed_bytes": sum(weight.installed for weight in weights),
+            "wheel_bytes": sum(weight.packed for weight in weights),
+            "runtime_library_bytes": shared,
+            "complaints": wrong,
+        }
+        click.echo(json.dumps({**body, "plans": records} if by_plan else body, indent=1))
+    elif weights:
+        head = (
+            "arch",
+            "family",
+            "plans",
+            "cells",
+            "library",
+            "manifest",
+            "installed",
+            "in a wheel",
+        )
+        lines: list[Sequence[Any]] = [head]
+        for weight in weights:
+            sizes = (weight.library, weight.table, weight.installed, weight.packed)
+            lines.append(
+                (weight.arch, weight.family, weight.plans, weight.cells, *map(_bytes, sizes))
+            )
+        totals = [
+            sum(getattr(w, n) for w in weights) for n in ("library", "table", "installed", "packed")
+        ]
+        lines.append(
+            (
+                "",
+                "in all",
+                sum(w.plans for w in weights),
+                sum(w.cells for w in weights),
+                *map(_bytes, totals),
+            )
+        )
+        click.echo(_columns(lines, range(2, 8)))
+        if shared is not None:
+            click.echo(f"\nbesides, once for all packs: {runtime}, {_bytes(shared)}")
+        if records:
+            click.echo("\n" + _listed_plans(records))
+    for complaint in wrong:
+        click.echo(f"wrong: {complaint}", err=True)
+    if not weights and not wrong:
+        _fail(f"no pack at hand has family {family}")
+    sys.exit(1 if wrong else 0)
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e6:.2f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
 
 
 # explain
@@ -615,13 +850,17 @@ def gc_command(older_than: int, dry_run: bool, packs: Path | None) -> None:
     now = time.time()
     # A set: a star matches a leading dot here, so that the patterns overlap.
     candidates = {*root.glob("objects/*"), *root.glob("*/*.so"), *root.glob("*/.*.tmp*")}
-    dead = [p for p in candidates if p not in kept and now - p.stat().st_mtime > older_than]
-    size = sum(path.stat().st_size for path in dead)
-    if not dry_run:
-        for path in dead:
-            path.unlink(missing_ok=True)
+    size = count = 0
+    for path in sorted(candidates - kept):
+        # A build or another gc may take a file away between the look and the deed.
+        with contextlib.suppress(FileNotFoundError):
+            found = path.stat()
+            if now - found.st_mtime > older_than:
+                if not dry_run:
+                    path.unlink()
+                count, size = count + 1, size + found.st_size
     verb = "would delete" if dry_run else "deleted"
-    click.echo(f"{verb} {len(dead)} files, {size / 1e6:.1f} MB, under {root}")
+    click.echo(f"{verb} {count} files, {size / 1e6:.1f} MB, under {root}")
 
 
 # certify and doctor live in modules of their own, because they import torch

@@ -29,9 +29,9 @@ length, so that is 0 too).
 
 Compiled function: ``gather(store_next_new_tokens, store_next_draft, store_lens, slots, pos_indices,
 input_ids, draft_tokens, pos_offsets, kv_offsets, input_ids_begin, draft_tokens_begin,
-pos_offsets_begin, kv_offsets_begin, requests, tokens, drafts)``. The caller has checked that all
-seven integers are >= 0, ``1 <= tokens <= X``, ``tokens <= lanes``, ``drafts < tokens``, ``drafts <=
-D``, that the index lists are long enough and that every destination range lies inside its buffer.
+pos_offsets_begin, kv_offsets_begin, requests, tokens, drafts)``. It launches nothing and raises
+RuntimeError unless all seven integers are >= 0, ``1 <= tokens <= X``, ``drafts < tokens``, ``drafts
+<= D``, the index lists are long enough and every destination range lies inside its buffer.
 
 One thread a (request, token), with the tokens along the lanes of a power of two (a constant of the
 plan, at least ``tokens``), so that no thread divides. The chain is index -> value -> store, two
@@ -47,7 +47,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
-from specplan.kernels import fakes, words
+from specplan.kernels import fakes, ranges, words
 from specplan.plans.plan import Plan
 
 THREADS = 128
@@ -129,6 +129,25 @@ def lower(plan: Plan) -> tuple[Any, tuple[Any, ...]]:
         drafts: Int32,
         stream: Any,
     ) -> None:
+        flat, drafted = Int64(requests) * tokens, Int64(requests) * drafts
+        ranges.refuse_unless(
+            requests >= 0,
+            tokens >= 1,
+            tokens <= min(nexts, lanes),
+            drafts >= 0,
+            drafts < tokens,
+            drafts <= drafts_width,
+            requests <= slots.shape[0],
+            flat <= pos_indices.shape[0],
+            input_ids_begin >= 0,
+            flat + input_ids_begin <= input_ids.shape[0],
+            draft_tokens_begin >= 0,
+            drafted + draft_tokens_begin <= draft_tokens.shape[0],
+            pos_offsets_begin >= 0,
+            flat + pos_offsets_begin <= pos_offsets.shape[0],
+            kv_offsets_begin >= 0,
+            Int64(kv_offsets_begin) + requests <= kv_offsets.shape[0],
+        )
         # At least one CTA: a call with no requests loads the code and does nothing.
         grid = cutlass.max(Int32(1), cute.ceil_div(requests, THREADS // lanes))
         _gather(
@@ -158,7 +177,7 @@ def lower(plan: Plan) -> tuple[Any, tuple[Any, ...]]:
         fakes.tensor(Int32, (nexts, size, 1), (fakes.extent32(), 1, fakes.extent32())),
         fakes.tensor(Int32, (size, drafts_width), (fakes.extent32(), 1)),
         fakes.vector(Int32, size),
-        *(fakes.vector(Int32) for _ in range(6)),
+        *(fakes.vector(Int32, fakes.extent32()) for _ in range(6)),
         *(Int32(0) for _ in range(7)),
         fakes.stream(),
     )

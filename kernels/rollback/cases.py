@@ -220,7 +220,9 @@ class RollbackCase:
         return named
 
     def compiled_arguments(self) -> tuple[Tensor | int, ...]:
-        """The compiled function's arguments in its order, without the plan's launch integers."""
+        """The compiled function's arguments in its order, without the layout's and the plan's
+        integers.
+        """
         names = ["planes", "pages", "within", "old", "pending"]
         if self.op == "restore":
             names.append("rejected")

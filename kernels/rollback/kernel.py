@@ -25,14 +25,16 @@ states        [states, 9] int64        c      state table: ``plans.rollback.Stat
 slots         [requests or 0] int32    c      state slot of each request; empty: nothing staged
 cursors       [slots or 0] int32       c      replay cursors; empty: none
 tokens        int32                    c      rows of a request, rows in request order; 0: listed
+record_bytes  int32                    g r c  bytes of a record, from the layout
+plane_count   int32                    g r c  planes, from the layout
 splits        int32                    g r c  chunks of a plane's rows, from the plan; 0: no launch
 overlap       int32, 0 or 1            g r c  programmatic dependent launch, from the plan
 ============  =======================  =====  ====================================================
 
-- gather(planes, pages, within, old, pending, splits, overlap)
-- restore(planes, pages, within, old, pending, rejected, splits, overlap)
+- gather(planes, pages, within, old, pending, record_bytes, plane_count, splits, overlap)
+- restore(planes, pages, within, old, pending, rejected, record_bytes, plane_count, splits, overlap)
 - commit(planes, pages, within, old, pending, accepted, row_requests, row_ordinals, states, slots,
-  cursors, tokens, splits, overlap)
+  cursors, tokens, record_bytes, plane_count, splits, overlap)
 
 Semantics, for every plane and every row r whose page lies in [0, pages) and whose place lies in
 [0, page_tokens); any other row is skipped, nothing wraps:
@@ -56,11 +58,11 @@ write equal values.
 
 The compiled module checks arity, dtypes, ranks, the tables' widths, equal lengths of pages, within
 and rejected and of the two row lists, dense vectors and tables, ``old``'s alignment and row stride,
-and devices. A Python wrapper must check: rows >= 1 (else nothing to do, no launch); ``old`` holds
-``rows`` rows and the layout's record bytes; the plane table has the layout's planes; tokens >= 0;
-with tokens 0 the lists hold ``rows`` entries; else rows = requests x tokens (any requests x tokens
->= rows is safe) and rows x tokens < 2**32; slots is empty or as long as accepted; at most 64 states
-(the grid's second extent stays below 65536).
+and devices. The host side raises RuntimeError and launches nothing unless ``old`` holds ``rows``
+rows and the layout's record bytes, the plane table has the layout's planes, tokens >= 0, with
+tokens 0 the lists hold ``rows`` entries, else rows = requests x tokens, slots is as long as
+accepted or empty with nothing staged, and there are at most 64 states (the grid's second extent
+stays below 65536). A Python wrapper must check that rows >= 1 (else nothing to do, no launch).
 
 **How a server builds the tables**, once at start. For each cache tensor ``[pages, page_tokens,
 *row]``, of any dtype, rows dense, pages and rows at any stride: ``plane(t.data_ptr(), page stride
@@ -98,10 +100,12 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Numeric, Uint8, cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+from specplan.kernels import ranges
 from specplan.plans.plan import Plan
 from specplan.plans.rollback import (
     CASTS,
     MAX_LANES,
+    MAX_STATES,
     PLANE_FIELDS,
     SHARES,
     STATE_FIELDS,
@@ -151,7 +155,7 @@ def lower(plan: Plan) -> tuple[Callable[..., None], tuple[Any, ...]]:
         assumed_align=VECTOR,
     )
     common = (planes, array(index, rows), array(index, rows), old, array(Int32, 1))
-    splits = overlap = Int32(1)
+    integers = tuple(Int32(1) for _ in range(4))
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
 
     if plan.op == "gather":
@@ -163,10 +167,13 @@ def lower(plan: Plan) -> tuple[Callable[..., None], tuple[Any, ...]]:
             within: cute.Tensor,
             old: cute.Tensor,
             pending: cute.Tensor,
+            record_bytes: Int32,
+            plane_count: Int32,
             splits: Int32,
             overlap: Int32,
             stream: Any,
         ) -> None:
+            ranges.refuse_unless(*_fits(planes, pages, old, record_bytes, plane_count))
             if splits > 0:
                 chunk = (pages.shape[0] + splits - 1) // splits
                 _gather(planes, pages, within, old, pending, chunk, threads, unroll).launch(
@@ -176,7 +183,7 @@ def lower(plan: Plan) -> tuple[Callable[..., None], tuple[Any, ...]]:
                     use_pdl=overlap,
                 )
 
-        return rollback_gather, (*common, splits, overlap, stream)
+        return rollback_gather, (*common, *integers, stream)
 
     early = bool(plan["early"])
     if plan.op == "restore":
@@ -189,10 +196,13 @@ def lower(plan: Plan) -> tuple[Callable[..., None], tuple[Any, ...]]:
             old: cute.Tensor,
             pending: cute.Tensor,
             rejected: cute.Tensor,
+            record_bytes: Int32,
+            plane_count: Int32,
             splits: Int32,
             overlap: Int32,
             stream: Any,
         ) -> None:
+            ranges.refuse_unless(*_fits(planes, pages, old, record_bytes, plane_count))
             if splits > 0:
                 chunk = (pages.shape[0] + splits - 1) // splits
                 _restore(
@@ -213,7 +223,7 @@ def lower(plan: Plan) -> tuple[Callable[..., None], tuple[Any, ...]]:
                     use_pdl=overlap,
                 )
 
-        return rollback_restore, (*common, array(Int32, rows), splits, overlap, stream)
+        return rollback_restore, (*common, array(Int32, rows), *integers, stream)
 
     @cute.jit
     def rollback_commit(
@@ -229,10 +239,22 @@ def lower(plan: Plan) -> tuple[Callable[..., None], tuple[Any, ...]]:
         slots: cute.Tensor,
         cursors: cute.Tensor,
         tokens: Int32,
+        record_bytes: Int32,
+        plane_count: Int32,
         splits: Int32,
         overlap: Int32,
         stream: Any,
     ) -> None:
+        rows, requests = pages.shape[0], accepted.shape[0]
+        ranges.refuse_unless(
+            *_fits(planes, pages, old, record_bytes, plane_count),
+            tokens >= 0,
+            (tokens > 0) | (row_requests.shape[0] >= rows),
+            (tokens == 0) | (Int64(requests) * tokens == rows),
+            (slots.shape[0] == requests)
+            | ((slots.shape[0] == 0) & (states.shape[0] == 0) & (cursors.shape[0] == 0)),
+            states.shape[0] <= MAX_STATES,
+        )
         if splits > 0:
             chunk = (pages.shape[0] + splits - 1) // splits
             parts = states.shape[0] * slots.shape[0] + (slots.shape[0] + threads - 1) // threads
@@ -282,9 +304,23 @@ def lower(plan: Plan) -> tuple[Callable[..., None], tuple[Any, ...]]:
         array(Int32, cute.sym_int()),
         array(Int32, cute.sym_int()),
         Int32(1),
-        splits,
-        overlap,
+        *integers,
         stream,
+    )
+
+
+def _fits(
+    planes: cute.Tensor,
+    pages: cute.Tensor,
+    old: cute.Tensor,
+    record_bytes: Int32,
+    plane_count: Int32,
+) -> tuple[Any, ...]:
+    """What must hold of the plane table and the snapshot, in every op."""
+    return (
+        old.shape[0] >= pages.shape[0],
+        old.shape[1] >= record_bytes,
+        planes.shape[0] == plane_count,
     )
 
 

@@ -27,9 +27,9 @@ A column at or past n is never read: its producer may not have written it. Nothi
 a slot outside [0, S) is skipped. Rows may be strided; columns are dense.
 
 Compiled function: ``scatter(new_tokens, next_new_tokens, lens, next_draft_tokens, slots,
-store_new_tokens, store_next_new_tokens, store_lens, store_next_draft, row_begin, rows)``. The
-caller has checked ``0 <= row_begin``, ``0 <= rows``, ``row_begin + rows <= N`` for each of the four
-outputs and ``rows <= len(slots)``.
+store_new_tokens, store_next_new_tokens, store_lens, store_next_draft, row_begin, rows, columns)``.
+It launches nothing and raises RuntimeError unless ``0 <= row_begin``, ``0 <= rows``, ``row_begin +
+rows <= N``, ``rows <= len(slots)`` and ``columns == a``, the width that the plan was picked for.
 
 One thread a (row, column), with the columns along the lanes of a power of two, so that no thread
 divides. The longest chain is lens -> new_tokens -> store, two dependent loads; slots, the other
@@ -48,7 +48,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
-from specplan.kernels import fakes, words
+from specplan.kernels import fakes, ranges, words
 from specplan.plans.plan import Plan
 
 #: 128 and 64 threads measure the same at 8 x 8; at 64 x 8, 128 are faster (0.99 against 1.12 us a
@@ -126,8 +126,16 @@ def lower(plan: Plan) -> tuple[Any, tuple[Any, ...]]:
         store_next_draft: cute.Tensor,
         row_begin: Int32,
         rows: Int32,
+        columns: Int32,
         stream: Any,
     ) -> None:
+        ranges.refuse_unless(
+            row_begin >= 0,
+            rows >= 0,
+            Int64(row_begin) + rows <= new_tokens.shape[0],
+            rows <= slots.shape[0],
+            columns == new_tokens.shape[1],
+        )
         # A grid of at least one CTA, so that a call with no rows is a launch that does nothing: it
         # is how code is loaded ahead of a graph capture.
         grid = cutlass.max(Int32(1), cute.ceil_div(rows, THREADS // lanes))
@@ -168,12 +176,11 @@ def lower(plan: Plan) -> tuple[Any, tuple[Any, ...]]:
         output(),
         fakes.vector(Int32, outputs),
         output(),
-        fakes.vector(Int32),
+        fakes.vector(Int32, fakes.extent32()),
         token_major(history),
         token_major(nexts),
         fakes.vector(Int32, size),
         fakes.tensor(Int32, (size, drafts), (fakes.extent32(), 1)),
-        Int32(0),
-        Int32(0),
+        *(Int32(0) for _ in range(3)),
         fakes.stream(),
     )

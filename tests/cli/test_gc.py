@@ -111,5 +111,25 @@ def test_a_broken_manifest_stops_it_before_anything_is_deleted(
     assert files(place) == kept | dead
 
 
+def test_a_file_that_another_takes_away_meanwhile_is_not_counted_and_no_error(
+    place: Place, kept: set[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = dead_files(place, OLD)
+    gone = sorted(dead)[2]
+    real = Path.glob
+
+    def glob(self: Path, pattern: str) -> list[Path]:
+        found = list(real(self, pattern))
+        if gone in found:
+            gone.unlink()
+        return found
+
+    monkeypatch.setattr(Path, "glob", glob)
+    ran = gc(place)
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out == f"deleted 5 files, 2.5 MB, under {place.packs}\n"
+    assert files(place) == kept
+
+
 def test_wrong_use_exits_2(place: Place) -> None:
     assert gc(place, "--older-than", "soon").code == 2

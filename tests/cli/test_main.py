@@ -13,7 +13,10 @@ from specplan.tools.cli import main
 
 from synthetic import Place, specplan
 
-COMMANDS = ("build", "certify", "coverage", "doctor", "explain", "gc", "verify")
+COMMANDS = (
+    *("build", "certify", "coverage", "doctor", "explain", "gc", "list", "size"),
+    "verify",
+)
 
 
 def test_help_lists_every_command_with_a_line() -> None:

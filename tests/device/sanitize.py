@@ -25,19 +25,27 @@ from specplan.plans.catalog import load as load_catalog
 POINTS = ((1, 1), (3, 2), (8, 8), (64, 4), (256, 8))
 
 
-def spread(pack: specplan.Pack, device: torch.device, quick: bool) -> int:
+def spread(
+    pack: specplan.Pack,
+    device: torch.device,
+    quick: bool,
+    families: list[str] | None,
+    most_requests: int,
+) -> int:
     """Every family and problem at a few sizes; ``quick`` takes two problems a family."""
     catalog = load_catalog()
     arch = pack.archs[0]
     count = 0
     for family, problems in catalog.problems.items():
-        if family not in pack.manifest(arch).objects:
+        if family not in pack.manifest(arch).objects or family not in (families or [family]):
             continue
         cases = import_module(f"specplan.kernels.{family}.cases")
         claimed = catalog.cells(arch, family)
         for problem, geometry in list(problems.items())[: 2 if quick else None]:
             for cell in claimed:
                 if cell.problem != problem or (cell.requests, cell.tokens) not in POINTS:
+                    continue
+                if cell.requests > most_requests:
                     continue
                 for case in cases.checks(
                     geometry, cell.requests, cell.tokens, cell.splits, cell.dtype, device
@@ -144,6 +152,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--packs", type=Path)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--family", action="append", help="only this family; repeatable")
+    parser.add_argument("--most-requests", type=int, default=256, help="no larger cells")
     parser.add_argument("--unwritten", action="store_true")
     parser.add_argument("--control", action="store_true")
     parser.add_argument("--judge", choices=("clean", "control"))
@@ -153,7 +163,11 @@ def main() -> None:
     device = torch.device("cuda", 0)
     pack = specplan.load(options.packs, candidates=True)
     pack.prepare()
-    calls = 0 if options.control or options.unwritten else spread(pack, device, options.quick)
+    calls = (
+        0
+        if options.control or options.unwritten
+        else spread(pack, device, options.quick, options.family, options.most_requests)
+    )
     calls += unwritten(pack, device, options.control)
     torch.cuda.synchronize()
     print(f"{calls} calls, every result as the reference gives it")

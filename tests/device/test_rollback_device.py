@@ -78,6 +78,7 @@ def test_a_run_with_rejected_drafts_leaves_what_a_run_without_drafts_leaves(
         pack.rollback.commit.require(layout, tokens, table, page, within, old, pending, accepted)
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
     torch.cuda.synchronize()

@@ -80,8 +80,8 @@ RESULTS = st.builds(
     st.sampled_from(["bits that differ", "ulp: a 'quoted' one"]),
     ERRORS,
     ERRORS,
-    st.integers(0, 500),
-)
+    st.integers(1, 500),
+).filter(lambda result: result.error <= result.bound)
 CELLS = st.dictionaries(
     st.tuples(
         st.sampled_from(["mtp1", "on"]),
@@ -154,6 +154,16 @@ def test_files_that_are_no_certificates_are_errors_with_their_path(
     assert "empty range" in broken(path, text.replace("'1, 3'", "3..1"))
     with pytest.raises(CertificateError, match="cannot be read"):
         certificates.read(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("error", ["1.0", ".nan", "-1.0"])
+def test_a_measured_error_beyond_its_bound_is_no_evidence(
+    evidence: Certificate, tmp_path: Path, error: str
+) -> None:
+    text = certificates.dumps(evidence)
+    assert "error: 0.0, bound: 0.0" in text
+    found = broken(tmp_path / "scatter.yaml", text.replace("error: 0.0,", f"error: {error},"))
+    assert "does not keep its bound" in found
 
 
 def test_read_all_takes_every_file_of_the_arch_in_every_directory(

@@ -284,6 +284,19 @@ def test_strict_complains_about_evidence_that_nothing_claims(place: Place) -> No
     assert not found.holds
 
 
+def test_strict_complains_about_certificates_of_an_arch_that_the_catalog_lacks(
+    place: Place,
+) -> None:
+    evidence = certificates.read(place.certificates / "sm_90a" / "scatter.yaml")
+    path = synthetic.write_certificate(place.certificates, replace(evidence, arch="sm_91a"))
+    assert judge(place, "sm_90a").holds
+    found = judge(place, "sm_90a", strict=True)
+    assert found.complaints == [
+        f"{path.parent} holds certificates, and the catalog has no arch 'sm_91a'"
+    ]
+    assert not found.holds
+
+
 def test_strict_has_no_complaint_where_everything_fits(place: Place) -> None:
     found = judge(place, "sm_90a", "sm_100a", strict=True)
     assert found.complaints == []
@@ -358,7 +371,8 @@ def test_a_broken_catalog_or_certificate_is_one_line_and_exit_1(place: Place) ->
     place.catalog_path.write_text("schema: 3\narchs: {}\nfamilies: {}\n", encoding="utf-8")
     ran = run(place)
     assert ran.code == 1
-    assert ran.err == "error: catalog.yaml:1:9: schema is 3, this version of specplan reads 1\n"
+    problem = "schema is 3, this version of specplan reads 1"
+    assert ran.err == f"error: {place.catalog_path}:1:9: {problem}\n"
 
 
 def test_no_pack_at_all_exits_1_and_says_how_to_build(place: Place, tmp_path: Path) -> None:

@@ -46,8 +46,7 @@ def backwards(facts: Mapping[str, T]) -> dict[str, T]:
 
 def with_digest(body: dict[str, Any]) -> str:
     """The text of a changed body whose digest fits."""
-    body["digest"] = manifest._digest(body)
-    return json.dumps(body)
+    return manifest.sealed(body)
 
 
 # Round trip

@@ -9,20 +9,49 @@ from typing import Any
 
 import pytest
 
+import packs
+
 torch = pytest.importorskip("torch")
 
 import specplan  # noqa: E402
 from specplan import Reason, UncertifiedCell, op  # noqa: E402
-from specplan import pack as packs  # noqa: E402
+from specplan import pack as runtime_pack  # noqa: E402
 from specplan.kernels.rollback.cases import RollbackCase  # noqa: E402
 from specplan.plans import catalog as catalogs  # noqa: E402
 from specplan.plans.coverage import uses_of  # noqa: E402
 from specplan.plans.manifest import Manifest, PlanRecord, group_cells  # noqa: E402
 
+from recorder import Recorder  # noqa: E402  isort: skip
 from stubs import Compiled, on_device  # noqa: E402  isort: skip
 
 ARCH = "sm_90a"
+CATALOG = """\
+schema: 1
+archs:
+  sm_90a:
+    {device: NVIDIA H200, capability: [9, 0], sm_count: 132, smem_per_sm: 233472, smem_per_cta:
+    232448}
+families:
+  rollback:
+    problems:
+      qsa12: {planes: 12, row_bytes: 256, side_planes: 1, side_row_bytes: 12}
+    cells:
+      - {problems: [qsa12], requests: 1..3, tokens: 4, splits: auto, dtypes: [int32],
+         candidate: [sm_90a], why: tests}
+"""
 GEOMETRY = {"planes": 12, "row_bytes": 256, "side_planes": 1, "side_row_bytes": 12}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory, cli: packs.Cli) -> Recorder:
+    """The compiled functions of the cells up to 3 requests of qsa12."""
+    pytest.importorskip("cutlass", reason="needs the compiler: pip install 'specplan[test]'")
+    place = tmp_path_factory.mktemp("rollback")
+    catalog = place / "catalog.yaml"
+    catalog.write_text(CATALOG)
+    built = cli("build", "--catalog", catalog, "--out", place / "packs", "--jobs", "1")
+    assert built.returncode == 0, built.stderr
+    return Recorder(place / "packs" / ARCH, place / "recorder")
 
 
 @pytest.fixture
@@ -39,7 +68,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> specplan.Pack:
                 plans[plan.symbol] = PlanRecord(
                     plan.symbol, "rollback", plan.op, plan.spec, {}, "", "", "", 0, 0, 0, ""
                 )
-    arch_pack = object.__new__(packs._ArchPack)
+    arch_pack = object.__new__(runtime_pack._ArchPack)
     arch_pack.directory = Path("nowhere")
     arch_pack.manifest = Manifest(
         *(ARCH, (9, 0), "0", {}, "host", {}, plans, catalog.problems, group_cells(entries))
@@ -49,11 +78,11 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> specplan.Pack:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    pack = packs.Pack([arch_pack], candidates=False)
+    pack = runtime_pack.Pack([arch_pack], candidates=False)
     pack._prepared.add((0, "rollback"))
     # The optional arguments that a call leaves out are made on the imagined device once.
-    nothing = torch.empty(0, dtype=torch.int32)
-    pack.rollback.commit._absent[0] = (nothing, torch.empty(0, 9, dtype=torch.int64))
+    nothing = on_device(torch.empty(0, dtype=torch.int32))
+    pack.rollback.commit._absent[0] = (nothing, on_device(torch.empty(0, 9, dtype=torch.int64)))
     return pack
 
 
@@ -136,18 +165,46 @@ WRONG: list[tuple[str, str, Any, Reason]] = [
 
 
 @pytest.mark.parametrize(("name", "argument", "change", "reason"), WRONG)
-def test_what_a_tensor_spec_cannot_say_is_declined_before_a_launch(
-    loaded: specplan.Pack, name: str, argument: str, change: Any, reason: Reason
+def test_what_does_not_fit_together_is_declined_before_a_launch(
+    loaded: specplan.Pack,
+    compiled: Recorder,
+    name: str,
+    argument: str,
+    change: Any,
+    reason: Reason,
 ) -> None:
-    arguments = call(name)
+    """By a first call, and by one behind a remembered good one, which only the compiled function
+    checks.
+    """
+    loaded._packs[ARCH].functions.update(compiled.functions)
+    good = call(name)
+    arguments = dict(good)
     arguments[argument] = change(arguments[argument])
     called = getattr(loaded.rollback, name)
-    for answer in (called(**arguments), called.bind(**arguments)):
-        assert not answer
-        assert answer.reason is reason, str(answer)
-    with pytest.raises(UncertifiedCell):
-        called.require(**arguments)
-    assert launches(loaded) == []
+    for remembered in (False, True):
+        if remembered:
+            assert called(**good) is True
+        before = compiled.count()
+        for answer in (called(**arguments), called.bind(**arguments)):
+            assert not answer
+            assert answer.reason is reason, str(answer)
+        with pytest.raises(UncertifiedCell):
+            called.require(**arguments)
+        assert compiled.count() == before
+
+
+def test_layouts_whose_records_differ_by_the_order_of_their_planes_are_told_apart(
+    loaded: specplan.Pack, compiled: Recorder
+) -> None:
+    """The same planes in another order need longer records: a snapshot for the one is too short
+    for the other.
+    """
+    loaded._packs[ARCH].functions.update(compiled.functions)
+    good = call("gather")
+    assert loaded.rollback.gather(**good) is True
+    longer = replace(good["layout"], record_bytes=good["layout"].record_bytes + 128)
+    answer = loaded.rollback.gather(**{**good, "layout": longer})
+    assert not answer and answer.reason is Reason.RANGE
 
 
 def test_planes_of_another_problem_are_an_unknown_problem(loaded: specplan.Pack) -> None:
@@ -182,7 +239,7 @@ def test_bind_asks_the_module_with_a_launch_of_no_work(
 
 
 def test_idle_arguments_fit_the_compiled_functions(loaded: specplan.Pack) -> None:
-    counts = {"gather": 7, "restore": 8, "commit": 14}
+    counts = {"gather": 9, "restore": 10, "commit": 16}
     for record in loaded.manifest().plans.values():
         arguments = loaded.rollback.idle_arguments(record, torch.device("cpu"))
         assert len(arguments) == counts[record.op]

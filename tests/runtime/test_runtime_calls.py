@@ -4,6 +4,7 @@ and what errors become.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,8 +29,10 @@ GATHER = (
     *("input_ids_begin", "draft_tokens_begin", "pos_offsets_begin", "kv_offsets_begin"),
     *("requests", "tokens", "drafts"),
 )
+#: What the compiled functions take: scatter's also the columns that its plan was picked for.
+COMPILED = {"scatter": (*SCATTER, "columns"), "gather": GATHER}
 #: The arguments that are integers; all others are tensors.
-INTEGERS = (*SCATTER[9:], *GATHER[9:])
+INTEGERS = (*SCATTER[9:], *GATHER[9:], "columns")
 
 
 def zeros(*shape: int) -> torch.Tensor:
@@ -91,7 +94,7 @@ def checked(names: tuple[str, ...]) -> Any:
             return "mismatched store_next_new_tokens.shape[0]"
         if call["store_next_draft"].size(1) != spec["draft"]:
             return "mismatched store_next_draft.shape[1]"
-        if names is SCATTER:
+        if "columns" in names:
             if call["store_new_tokens"].size(0) != spec["history"]:
                 return "mismatched store_new_tokens.shape[0]"
             outputs = [call[name].size(0) for name in names[:4]]
@@ -104,12 +107,38 @@ def checked(names: tuple[str, ...]) -> Any:
     return refuses
 
 
+def outside(names: tuple[str, ...], *arguments: Any) -> bool:
+    """Whether the host side of a kernel refuses a call; tests/runtime/test_compiled_ranges.py asks
+    the compiled ones.
+    """
+    call = dict(zip(names, arguments, strict=True))
+    if "columns" in names:
+        rows, begin = call["rows"], call["row_begin"]
+        held, width = call["new_tokens"].shape
+        return (
+            not (0 <= begin <= held - rows and 0 <= rows <= call["slots"].numel())
+            or width != call["columns"]
+        )
+    requests, tokens, drafts = (call[name] for name in ("requests", "tokens", "drafts"))
+    if not (requests >= 0 and 0 <= drafts < tokens):
+        return True
+    if requests > call["slots"].numel() or requests * tokens > call["pos_indices"].numel():
+        return True
+    counts = (requests * tokens, requests * drafts, requests * tokens, requests)
+    return any(
+        call[f"{name}_begin"] < 0 or call[f"{name}_begin"] + count > call[name].numel()
+        for name, count in zip(names[5:9], counts, strict=True)
+    )
+
+
 @pytest.fixture
 def functions(pack: specplan.Pack) -> dict[str, Compiled]:
     """The stubs of the pack, which check what compiled modules check."""
     found: dict[str, Compiled] = pack._packs[packs.ARCH].functions
     for stub in found.values():
-        refuses = checked(GATHER if stub.symbol.startswith("gather") else SCATTER)
+        names = COMPILED[stub.symbol.partition("__")[0]]
+        refuses = checked(names)
+        stub.outside = partial(outside, names)
         stub.refuses = lambda *arguments, stub=stub, refuses=refuses: refuses(stub.spec, *arguments)
     return found
 
@@ -120,7 +149,7 @@ def launched(functions: dict[str, Compiled]) -> list[tuple[str, tuple[Any, ...]]
         (symbol, arguments)
         for symbol, stub in functions.items()
         for arguments in stub.launches
-        if arguments[GATHER.index("requests") if symbol.startswith("gather") else -1] > 0
+        if arguments[GATHER.index("requests") if symbol.startswith("gather") else -2] > 0
     ]
 
 
@@ -145,8 +174,8 @@ def test_a_call_launches_the_picked_plan_with_its_arguments_in_order(
     first, second = launched(functions)
     assert first[0] == second[0]
     assert "next4" in first[0]
-    for name, argument in zip(ORDERS[family], first[1], strict=True):
-        assert argument is call[name]
+    for name, argument in zip(COMPILED[family], first[1], strict=True):
+        assert argument is {**call, "columns": 3}[name]
     assert getattr(pack, family).require(**call) is None
     assert len(launched(functions)) == 3
 
@@ -235,7 +264,7 @@ def test_outputs_with_different_numbers_of_rows_are_narrowed_to_the_rows_moved(
         assert arguments[index].size(0) == 4
         assert arguments[index].data_ptr() == call[name].data_ptr()
         assert arguments[index].stride() == call[name].stride()
-    assert arguments[4:] == tuple(call[name] for name in SCATTER[4:])
+    assert arguments[4:] == (*(call[name] for name in SCATTER[4:]), 3)
 
 
 @pytest.mark.parametrize("short", SCATTER[1:4])
@@ -427,7 +456,7 @@ def test_bind_asks_the_module_with_no_work_and_launches_what_it_was_given(
     asked = sum(len(stub.launches) for stub in functions.values())
     # The stubs check tensors, and a bound launch passes converted ones.
     for stub in functions.values():
-        stub.refuses = lambda *arguments: None
+        stub.refuses = stub.outside = lambda *arguments: None
     assert launch() is None
     assert launch() is None
     first, second = launched(functions)
@@ -438,7 +467,8 @@ def test_bind_asks_the_module_with_no_work_and_launches_what_it_was_given(
     assert list(first[1][1 : len(tensors)]) == [
         ("converted", call[name].data_ptr()) for name in tensors[1:]
     ]
-    assert list(first[1][len(tensors) :]) == [call[n] for n in ORDERS[family][len(tensors) :]]
+    integers = COMPILED[family][len(tensors) :]
+    assert list(first[1][len(tensors) :]) == [{**call, "columns": 3}[name] for name in integers]
 
 
 def test_remembered_calls_are_bounded(

@@ -206,16 +206,31 @@ def test_a_manifest_that_is_whole_but_lacks_a_field_is_corrupt(copied: Path) -> 
     path = copied / packs.ARCH / manifest.NAME
     body = json.loads(path.read_text())
     del body["plans"]
-    body["digest"] = manifest._digest(body)
-    path.write_text(json.dumps(body))
+    path.write_text(manifest.sealed(body))
     error = refusal(specplan.PackCorruptError, copied)
     assert error.reason == "manifest_unreadable"
     assert "'plans'" in str(error)
 
 
 def test_a_pack_without_its_manifest_is_not_found(copied: Path) -> None:
-    (copied / packs.ARCH / manifest.NAME).unlink()
-    refusal(specplan.PackNotFoundError, copied)
+    directory = copied / packs.ARCH
+    (directory / manifest.NAME).unlink()
+    for root in (copied, directory):
+        text = str(refusal(specplan.PackNotFoundError, root))
+        assert f"{directory} holds libraries and no manifest.json" in text
+        assert "specplan build --arch sm_90a" in text
+
+
+def test_a_pack_of_another_arch_is_refused_with_both_archs(copied: Path) -> None:
+    """The manifest says sm_100a, in a folder that says sm_90a; and a pack named by itself."""
+    packs.rewrite(copied / packs.ARCH, arch="sm_100a", capability=(10, 0))
+    error = refusal(specplan.PackCorruptError, copied)
+    assert error.reason == "manifest_arch"
+    assert f"{copied / packs.ARCH} holds a pack for sm_100a, not for sm_90a" in str(error)
+    assert "specplan build --arch sm_90a" in str(error)
+    text = str(refusal(specplan.PackNotFoundError, copied / packs.ARCH))
+    assert "no pack for sm_90a" in text
+    assert "Archs found: sm_100a" in text
 
 
 def test_a_newer_schema_is_a_version_error(copied: Path) -> None:
@@ -432,7 +447,7 @@ def test_every_error_is_a_specplan_error_with_a_reason_of_its_own() -> None:
         for name in specplan.__all__
         if name.endswith("Error") and name != "SpecplanError"
     ]
-    assert len(kinds) == 7
+    assert len(kinds) == 8
     assert all(issubclass(kind, specplan.SpecplanError) for kind in kinds)
     assert len({kind.reason for kind in kinds} | {"error"}) == len(kinds) + 1
     assert os.environ.get("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1") == "1"
