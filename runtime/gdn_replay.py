@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from specplan import library
 from specplan.forked import watched
-from specplan.op import ARGUMENT_ERRORS, SHAPE_ERRORS, Op
+from specplan.op import ARGUMENT_ERRORS, MOST_REMEMBERED, SHAPE_ERRORS, Op
 from specplan.plans import gdn_replay as plan
 from specplan.plans.gdn_replay import HEAD, WINDOW, CommitterError, Cursors, Pool
 from specplan.plans.manifest import PlanRecord
@@ -28,9 +28,10 @@ _STEP = 8
 
 
 class _GdnOp(Op):
-    """A hot path reads one shape off the arguments. That, and the key of the cursors, which names
-    geometry, dtype and device, come to a compiled function and its launch integers; that the other
-    tensors fit, and are on that device, is checked by the compiled module.
+    """A hot path reads sizes off the arguments, no shape. They and the key of the cursors, which
+    names geometry, dtype and device, come to a compiled function and its launch integers. That the
+    tensors have the shapes which those sizes mean, fit each other, and are on that device, is
+    checked by the compiled module.
     """
 
     family = "gdn_replay"
@@ -42,7 +43,7 @@ class _GdnOp(Op):
 
     def _first(
         self,
-        key: tuple[Any, ...],
+        key: tuple[Any, ...] | None,
         cursors: Cursors,
         requests: int,
         tokens: int,
@@ -50,7 +51,7 @@ class _GdnOp(Op):
         padded: bool,
     ) -> Any:
         """What a first call of its kind comes to: (compiled function, launch integers ...), or an
-        Uncertified. A call of no rows has None.
+        Uncertified. A call of no rows has None. Without a key it is not remembered.
         """
         if requests == 0:
             return None
@@ -60,22 +61,17 @@ class _GdnOp(Op):
         device, geometry, dtype = cursors.device, cursors.geometry, cursors.dtype
         answers = []
         for size in sizes:
-            found = self._resolve(key, device, geometry, dtype, size, tokens, splits)
-            answers.append(found)
-            if found:
+            picked = self._chosen(device, geometry, dtype, size, tokens, splits)
+            answers.append(picked)
+            if not isinstance(picked, Uncertified):
                 break
-        arch_pack = self._pack._of_device(device)
-        if not found or arch_pack is None:
-            return answers[0]
-        picked = self._pack._pick(
-            self.family, self.op, arch_pack, geometry, dtype, size, tokens, splits
-        )
         if isinstance(picked, Uncertified):
-            return picked
-        admitted = (found, *picked.launch.values())
-        if len(self._admitted) >= 1 << 16:
-            self._admitted.clear()
-        self._admitted[key] = admitted
+            return answers[0]
+        admitted = (picked.function, *picked.launch.values())
+        if key is not None:
+            if len(self._admitted) >= MOST_REMEMBERED:
+                self._admitted.clear()
+            self._admitted[key] = admitted
         return admitted
 
     def _launch(self, function: Any, arguments: tuple[Any, ...]) -> bool | Uncertified:
@@ -191,9 +187,10 @@ class VerifyStep(_GdnOp):
             ops.advance.require(cursors, slot, n_acc, 4)
         """
         try:
-            found = self._admitted.get((q.shape, pool.cursors.verify_key, splits))
+            key = (q.numel(), slot.numel(), pool.cursors.verify_key, splits)
+            found = self._admitted.get(key)
             if found is None:
-                found = self._admit(pool, q, splits)
+                found = self._admit(pool, q, slot, splits)
                 if not found:
                     return found is None or found
             state, rec_u, rec_k, rec_G, hist_len, bank = pool.tensors
@@ -250,7 +247,7 @@ class VerifyStep(_GdnOp):
         commits as the call does, once a step (see there).
         """
         try:
-            found = self._admit(pool, q, splits)
+            found = self._admit(pool, q, slot, splits)
         except SHAPE_ERRORS as error:
             return self._refused(error)
         if not found:
@@ -261,16 +258,19 @@ class VerifyStep(_GdnOp):
         tensors = (q, k, v, a, b, A_log, dt_bias, *pool.tensors, slot, out)
         return self._fixed(function, tensors, numbers, (13,), (14,))
 
-    def _admit(self, pool: Pool, q: torch.Tensor, splits: int | None) -> Any:
+    def _admit(self, pool: Pool, q: torch.Tensor, slot: torch.Tensor, splits: int | None) -> Any:
         """(compiled function, CTAs) of a verify that commits, an Uncertified, or None where there
         are no rows.
         """
         cursors = pool.cursors
         requests, tokens, _, _ = q.shape
-        key = (q.shape, cursors.key, splits)
+        key = (q.numel(), slot.numel(), cursors.key, splits)
         found = self._admitted.get(key)
         if found is None:
-            found = self._first(key, cursors, requests, tokens, splits, False)
+            # Of all shapes of these sizes the compiled module takes one; no other may leave its
+            # plan.
+            fits = q.shape == (slot.numel(), tokens, cursors.geometry[0], HEAD)
+            found = self._first(key if fits else None, cursors, requests, tokens, splits, False)
         if found:
             cursors.claim(plan.VERIFY)
         return found
@@ -331,7 +331,7 @@ class Advance(_GdnOp):
             ops.advance.require(cursors, slot, n_acc, 4)
         """
         try:
-            found = self._admitted.get((slot.shape, cursors.key, tokens))
+            found = self._admitted.get((slot.numel(), cursors.key, tokens))
             if found is None:
                 found = self._admit(cursors, slot, tokens)
                 if not found:
@@ -362,9 +362,9 @@ class Advance(_GdnOp):
 
     def _admit(self, cursors: Cursors, slot: torch.Tensor, tokens: int) -> Any:
         """(compiled function,), an Uncertified, or None where there are no rows."""
-        key = (slot.shape, cursors.key, tokens)
+        key = (slot.numel(), cursors.key, tokens)
         found = self._admitted.get(key)
-        return found or self._first(key, cursors, slot.shape[0], tokens, None, True)
+        return found or self._first(key, cursors, slot.numel(), tokens, None, True)
 
     @classmethod
     def idle_arguments(cls, record: PlanRecord, device: torch.device) -> tuple[Any, ...]:
@@ -409,10 +409,10 @@ class Reset(_GdnOp):
 
     def _admit(self, cursors: Cursors, slot: torch.Tensor) -> Any:
         """(compiled function,), an Uncertified, or None where there are no rows."""
-        key = (slot.shape, cursors.key)
+        key = (slot.numel(), cursors.key)
         found = self._admitted.get(key)
         # The cells of one token are the ones that run reset and materialize at full size.
-        return found or self._first(key, cursors, slot.shape[0], 1, None, True)
+        return found or self._first(key, cursors, slot.numel(), 1, None, True)
 
     @classmethod
     def idle_arguments(cls, record: PlanRecord, device: torch.device) -> tuple[Any, ...]:
@@ -482,10 +482,10 @@ class Materialize(_GdnOp):
     def _admit(self, pool: Pool, src: torch.Tensor, dst: torch.Tensor) -> Any:
         """(compiled function,), an Uncertified, or None where there are no rows."""
         cursors = pool.cursors
-        key = (src.shape, cursors.key)
+        key = (src.numel(), cursors.key)
         found = self._admitted.get(key)
         if found is None:
-            found = self._first(key, cursors, src.shape[0], 1, None, True)
+            found = self._first(key, cursors, src.numel(), 1, None, True)
         if found and dst.data_ptr() == src.data_ptr():
             cursors.claim(plan.MATERIALIZE)
         return found

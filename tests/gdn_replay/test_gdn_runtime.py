@@ -186,6 +186,23 @@ def test_verify_takes_only_its_own_cell(pack: Pack) -> None:
     declined(pack.gdn_replay.verify(**call_of("verify", 7)), Reason.NOT_IN_CATALOG)
 
 
+def test_a_call_of_the_same_sizes_and_another_shape_leaves_no_plan(pack: Pack) -> None:
+    """Four rows of four tokens are as many numbers as two of eight: each comes to its own plan,
+    whichever was refused before.
+    """
+    good, other = call_of("verify", 2, 8), call_of("verify", 4, 4)
+    mixed = {**good, **{name: other[name] for name in ("q", "k", "v", "a", "b", "out")}}
+    for _ in range(2):
+        declined(pack.gdn_replay.verify(**mixed), Reason.ARGUMENT)
+        declined(pack.gdn_replay.verify.bind(**mixed), Reason.ARGUMENT)
+    for call, requests, tokens in ((good, 2, 8), (other, 4, 4)):
+        picked = pack.gdn_replay.verify.pick(requests=requests, tokens=tokens, problem="small")
+        before = len(picked.function.launches)
+        assert pack.gdn_replay.verify(**call) is True
+        assert len(picked.function.launches) == before + 1
+    declined(pack.gdn_replay.verify(**mixed), Reason.ARGUMENT)
+
+
 def test_other_heads_are_no_problem_of_the_catalog(pack: Pack) -> None:
     case = GdnCase("x", "reset", {"key_heads": 1, "value_heads": 3}, 2, 1, 1, "bf16", "cpu")
     case.refill(0)
