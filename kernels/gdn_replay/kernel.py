@@ -540,23 +540,50 @@ def shared_products(
     return C, M
 
 
-def add_history(
-    R: list[list[Float32]], C: list[list[Float32]], weights: Weights, deltas: list[list[Int32]]
-) -> list[list[Float32]]:
-    """H = e^(G_P) R + (w o C) U_hist. The accumulators of C are the row operand of this product,
-    lane by lane.
+class Coefficients:
+    """What a head's rows are combined with, the same for all value rows and without its state:
+
+    ``past``: w o C as two bf16 terms each of a row operand, which the accumulators of C are, lane
+    by lane. ``A``, ``B``: what this lane's token takes of the deltas of tokens 2 quad and 2 quad +
+    1, for u and for y. ``since``: e^c.
     """
-    w = weights.weight
-    terms = [
-        ptx.split(C[half][2 * x] * w[2 * half], C[half][2 * x + 1] * w[2 * half + 1])
-        for half in range(2)
-        for x in range(2)
-    ]
+
+    def __init__(
+        self,
+        lane: Lane,
+        gates: Gates,
+        weights: Weights,
+        C: list[list[Float32]],
+        M: list[Float32],
+    ) -> None:
+        w = weights.weight
+        self.past = [
+            ptx.split(C[half][2 * x] * w[2 * half], C[half][2 * x + 1] * w[2 * half + 1])
+            for half in range(2)
+            for x in range(2)
+        ]
+        zero = Float32(0.0)
+        self.A, self.B = [], []
+        for i in range(2):
+            s = lane.quad * 2 + i
+            decay = ptx.exp(gates.c - ptx.shuffle(gates.c, s * 4))
+            self.A.append(ptx.select(s < lane.token, gates.beta * decay * M[i], zero))
+            self.B.append(ptx.select(s <= lane.token, decay * M[2 + i], zero))
+        self.since = ptx.exp(gates.c)
+        self.beta = gates.beta
+        self.decay = weights.decay
+
+
+def add_history(
+    R: list[list[Float32]], coefficients: Coefficients, deltas: list[list[Int32]]
+) -> list[list[Float32]]:
+    """H = e^(G_P) R + (w o C) U_hist."""
     H = []
     for tile, products in enumerate(R):
-        acc = [weights.decay * x for x in products]
+        acc = [coefficients.decay * x for x in products]
         for term in range(2):
-            acc = ptx.mma(acc, [t[term] for t in terms], (deltas[0][tile], deltas[1][tile]))
+            row = [t[term] for t in coefficients.past]
+            acc = ptx.mma(acc, row, (deltas[0][tile], deltas[1][tile]))
         H.append(acc)
     return H
 
@@ -564,37 +591,28 @@ def add_history(
 def substitute(
     lane: Lane,
     tokens: int,
-    gates: Gates,
+    coefficients: Coefficients,
     values: list[Int32],
-    M: list[Float32],
     H: list[list[Float32]],
 ) -> tuple[list[Float32], list[Float32]]:
     """u and y of the lane's token, at the lane's value rows, by forward substitution over the
     tokens.
     """
-    zero = Float32(0.0)
-    A, B = [], []
-    for i in range(2):
-        s = lane.quad * 2 + i
-        decay = ptx.exp(gates.c - ptx.shuffle(gates.c, s * 4))
-        A.append(ptx.select(s < lane.token, gates.beta * decay * M[i], zero))
-        B.append(ptx.select(s <= lane.token, decay * M[2 + i], zero))
-
-    since = ptx.exp(gates.c)
     u, y = [], []
+    since, beta = coefficients.since, coefficients.beta
     for tile, acc in enumerate(H):
         v = ptx.low(values[tile]), ptx.high(values[tile])
         for i in range(2):
-            u.append(gates.beta * (v[i] - since * acc[i]))
+            u.append(beta * (v[i] - since * acc[i]))
             y.append(since * acc[2 + i])
 
     row = lane.index & -4
     for s in range(tokens):
-        a = ptx.shuffle(A[s % 2], row + s // 2)
-        b = ptx.shuffle(B[s % 2], row + s // 2)
+        a = ptx.shuffle(coefficients.A[s % 2], row + s // 2)
+        b = ptx.shuffle(coefficients.B[s % 2], row + s // 2)
         reached = lane.token >= s
         for x in range(len(u)):
-            known = ptx.select(reached, ptx.shuffle(u[x], lane.quad + 4 * s), zero)
+            known = ptx.select(reached, ptx.shuffle(u[x], lane.quad + 4 * s), Float32(0.0))
             y[x] = y[x] + b * known
             if s < tokens - 1:
                 u[x] = u[x] - a * known
@@ -616,9 +634,10 @@ class Verify:
     ``grouped_kernel`` is for many heads. A CTA takes consecutive ones, its even share of all rows'
     heads, as one stream: a tile is requested as soon as its buffer has been read, two heads before
     it is needed, and what else a head is made of is loaded into registers while the head before it
-    is worked on. A *unit* is what the stream has of one key head; the next unit's keys, queries and
-    K_hist are requested in a unit's first head, and have shared memory of their own. So a unit
-    begins with one barrier and no wait for memory.
+    is worked on. All that does not need the tile is done before it is waited for. A *unit* is what
+    the stream has of one key head; the next unit's keys, queries and K_hist are requested at a
+    unit's start, and have shared memory of their own. So a unit begins with one barrier and no wait
+    for memory.
 
     Both bring their first tiles to L2 before they wait for earlier grids. That reads row slots
     which those may still write, for nothing but the prefetch.
@@ -796,12 +815,6 @@ class Verify:
                     (part == 0) & (head == key_head * ratio) & (share.token < tokens),
                 )
                 to_record = to_record + lane.token
-                ptx.copy_async_wait(1)
-                ptx.sync_cta()
-
-                C, M = shared_products(lane, X, records)
-                bases = self.tile.lane_bases(buffer + parity * self.tile.bytes, lane)
-                R = state_products(lane, X, self.tile.reader(bases))
                 gates = Gates(raw, lane, live)
                 weights = Weights(decays, lane, cursor)
                 base = ptx.select(commits, Float32(0.0), weights.total)
@@ -811,8 +824,15 @@ class Verify:
                     live & (first_row == 0) & (lane.quad == 0),
                 )
                 U = delta_columns(lane, deltas)
-                H = add_history(R, C, weights, U)
-                u, y = substitute(lane, self.tokens, gates, values, M, H)
+                ptx.copy_async_wait(1)
+                ptx.sync_cta()
+
+                C, M = shared_products(lane, X, records)
+                coefficients = Coefficients(lane, gates, weights, C, M)
+                bases = self.tile.lane_bases(buffer + parity * self.tile.bytes, lane)
+                R = state_products(lane, X, self.tile.reader(bases))
+                H = add_history(R, coefficients, U)
+                u, y = substitute(lane, self.tokens, coefficients, values, H)
                 head_out = element_address(out, n, lane.token, head, column)
                 ptx.store(head_out, pack_all(y), live)
                 ptx.store(head_u + Int64(to_record * (HEAD * 2) + column * 2), pack_all(u), live)
@@ -904,7 +924,7 @@ class Verify:
             v, a, b, A_log, dt_bias, rec_u, rec_G, n, s, head, first_row, s >= 0,
         )  # fmt: skip
         RecordShare(thread, self.warps).store(Shared16(shared), raw_K)
-        ptx.copy_async_wait(1)
+        ptx.copy_async_wait(2)
         parity, at = Int32(0), Int32(0)
 
         while left > 0:
@@ -921,6 +941,7 @@ class Verify:
             unit = cutlass.min((key_head + 1) * ratio - head, left)
             cursor = Cursor(length, current)
             commits, to_record = self.new_records(cursor, tokens)
+            keeps = (s >= 0) & (cursor.length + tokens <= WINDOW)
             store_operand(
                 X,
                 share,
@@ -940,6 +961,13 @@ class Verify:
             # All warps have passed the barrier before, so none reads this pair of operands any
             # more; behind this one, none reads the other pair.
             ptx.sync_cta()
+            if s_a >= 0:
+                to = shared + (1 - parity) * self.pair
+                key_head_1 = (head_1 * per_ratio) >> 16
+                slot_k = element_address(rec_k, s_a, key_head_1)
+                load_records(Shared16(to), slot_k, cursor_a, me, self.warps)
+                self.request_keys(shared, me, q, k, n + Int32(wraps), key_head_1)
+            ptx.copy_async_commit()
 
             C, M = shared_products(lane, X, records)
             for i in cutlass.range(unit, unroll=1):
@@ -963,6 +991,17 @@ class Verify:
                     v, a, b, A_log, dt_bias, rec_u, rec_G, n_b, s_b, head_b, first_row, s_b >= 0,
                 )  # fmt: skip
 
+                # all that does not need the tile
+                gates = Gates(token, lane, live)
+                weights = Weights(decays, lane, cursor)
+                coefficients = Coefficients(lane, gates, weights, C, M)
+                U = delta_columns(lane, deltas)
+                base = ptx.select(commits, Float32(0.0), weights.total)
+                ptx.store(
+                    element_address(rec_G, row_s, head + i) + Int64(to_record * 4),
+                    [ptx.float_to_bits(base + gates.c)],
+                    live & (s >= 0) & (first_row == 0) & (lane.quad == 0),
+                )
                 # younger than this head's tile: the next head's and, in a unit's first two, the
                 # next unit's operands
                 if i < 2:
@@ -970,22 +1009,22 @@ class Verify:
                 else:
                     ptx.copy_async_wait(1)
                 ptx.sync_warp()
+                s_t, tile_at = self.tile_ahead(
+                    state, (s, s_1, s_2), head + i + 2, first_row, value_heads, i + 2 < left
+                )
                 head_out = element_address(out, row_n, lane.token, head + i, column)
                 if s < 0:
                     ptx.store(head_out, [Int32(0)] * lane.tiles, live)
                 else:
                     R = state_products(lane, X, self.tile.reader(bases))
-                    gates = Gates(token, lane, live)
-                    weights = Weights(decays, lane, cursor)
-                    base = ptx.select(commits, Float32(0.0), weights.total)
-                    ptx.store(
-                        element_address(rec_G, row_s, head + i) + Int64(to_record * 4),
-                        [ptx.float_to_bits(base + gates.c)],
-                        live & (first_row == 0) & (lane.quad == 0),
-                    )
-                    U = delta_columns(lane, deltas)
-                    H = add_history(R, C, weights, U)
-                    u, y = substitute(lane, self.tokens, gates, values, M, H)
+                    if keeps:
+                        # the buffer is free as soon as that
+                        ptx.sync_warp()
+                        if s_t >= 0:
+                            self.tile.request(here, tile_at, lane.index)
+                        ptx.copy_async_commit()
+                    H = add_history(R, coefficients, U)
+                    u, y = substitute(lane, self.tokens, coefficients, values, H)
                     ptx.store(head_out, pack_all(y), live)
                     to_u = element_address(rec_u, row_s, head + i)
                     to_u = to_u + Int64(to_record * (HEAD * 2) + column * 2)
@@ -1003,26 +1042,19 @@ class Verify:
                                 target + Int64(half * (self.tile.row_bytes // 2)), self.wide,
                             )  # fmt: skip
 
-                ptx.sync_warp()
-                if i == 0:
-                    if s_a >= 0:
-                        to = shared + (1 - parity) * self.pair
-                        key_head_1 = (head_1 * per_ratio) >> 16
-                        slot_k = element_address(rec_k, s_a, key_head_1)
-                        load_records(Shared16(to), slot_k, cursor_a, me, self.warps)
-                        n_1 = row_n + Int32(wraps)
-                        self.request_keys(shared, me, q, k, n_1, key_head_1)
+                if (s < 0) | commits:
+                    ptx.sync_warp()
+                    if s_t >= 0:
+                        self.tile.request(here, tile_at, lane.index)
                     ptx.copy_async_commit()
-                s_t, tile_at = self.tile_ahead(
-                    state, (s, s_1, s_2), head + i + 2, first_row, value_heads, i + 2 < left
-                )
-                if s_t >= 0:
-                    self.tile.request(here, tile_at, lane.index)
-                ptx.copy_async_commit()
                 at = 1 - at
 
-            # the next unit's operands and first tile; its second one may be under way
-            ptx.copy_async_wait(1)
+            # the next unit's operands; younger than they are as many tiles as this unit has heads,
+            # two at most under way
+            if unit == 1:
+                ptx.copy_async_wait(1)
+            else:
+                ptx.copy_async_wait(2)
             parity = 1 - parity
             left = left - unit
             head = head_1
