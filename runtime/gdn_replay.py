@@ -214,21 +214,7 @@ class VerifyStep(_GdnOp):
             raise self._failed(error) from error
         return True
 
-    def bind(
-        self,
-        pool: Pool,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        A_log: torch.Tensor,
-        dt_bias: torch.Tensor,
-        slot: torch.Tensor,
-        out: torch.Tensor,
-        scale: float | None = None,
-        splits: int | None = None,
-    ) -> Any:
+    def bind(self, *arguments: Any, **named: Any) -> Any:
         """Check and convert the arguments once; returns ``launch()`` for these buffers, or a falsy
         Uncertified.
 
@@ -237,6 +223,8 @@ class VerifyStep(_GdnOp):
         asked with a launch in which every row is padding, into an output of its own. ``launch()``
         commits as the call does, once a step (see there).
         """
+        pool, *given, scale, splits = self._values(arguments, named)
+        q, k, v, a, b, A_log, dt_bias, slot, out = given
         try:
             found = self._admit(pool, q, slot, splits)
         except SHAPE_ERRORS as error:
