@@ -386,12 +386,11 @@ class Rollback:
             ("threads", THREADS),
             ("unroll", UNROLL_FEW if few else UNROLL_MANY),
         )
-        early = (("early", few),)
         launch = (("splits", splits), ("overlap", OVERLAP))
         return (
             Plan(self.name, "gather", arch.name, spec, launch),
-            Plan(self.name, "restore", arch.name, spec + early, launch),
-            Plan(self.name, "commit", arch.name, spec + early, launch),
+            Plan(self.name, "restore", arch.name, spec, launch),
+            Plan(self.name, "commit", arch.name, spec, launch),
         )
 
 

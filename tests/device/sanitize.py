@@ -3,10 +3,12 @@
 ``make sanitize`` runs it under memcheck, racecheck and synccheck, and under initcheck twice:
 
 - ``--unwritten`` leaves the outputs of a scatter as their producer leaves them: the columns at and
-  past a row's accepted length, and the rows that are not moved, are never written. initcheck sees a
-  tensor as an allocation of its own only with ``PYTORCH_NO_CUDA_MEMORY_CACHING=1``. It must see
-  torch's kernels too, or it takes what they wrote for unwritten; so its findings are sorted by
-  kernel afterwards (``--judge clean``), and none may be ours.
+  past a row's accepted length, and the rows that are not moved, are never written. The other
+  families' pools, caches, snapshots and workspaces are written only where an op has to read
+  (``unwritten.py``). initcheck sees a tensor as an allocation of its own only with
+  ``PYTORCH_NO_CUDA_MEMORY_CACHING=1``. It must see torch's kernels too, or it takes what they wrote
+  for unwritten; so its findings are sorted by kernel afterwards (``--judge clean``), and none may
+  be ours.
 - ``--control`` runs the torch ops that scatter replaces, which do read what nobody wrote. If the
   tool does not find that (``--judge control``), it finds nothing.
 """
@@ -20,6 +22,7 @@ from pathlib import Path
 
 import specplan
 import torch
+import unwritten as scarce_memory
 from specplan.plans.catalog import load as load_catalog
 
 POINTS = ((1, 1), (3, 2), (8, 8), (64, 4), (256, 8))
@@ -168,7 +171,12 @@ def main() -> None:
         if options.control or options.unwritten
         else spread(pack, device, options.quick, options.family, options.most_requests)
     )
-    calls += unwritten(pack, device, options.control)
+    if not options.family or {"scatter", "gather"} & set(options.family):
+        calls += unwritten(pack, device, options.control)
+    if options.unwritten:
+        for family in sorted(set(pack.manifest().objects) - {"scatter", "gather"}):
+            if family in (options.family or [family]):
+                calls += scarce_memory.calls(pack, family, device)
     torch.cuda.synchronize()
     print(f"{calls} calls, every result as the reference gives it")
 

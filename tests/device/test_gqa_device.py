@@ -107,12 +107,12 @@ def test_pages_beyond_four_gibibytes(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_fused_gate_is_a_separate_gate_in_every_variant(pack: specplan.Pack, dtype: str) -> None:
     """One-split, all-split and split last wave, lone rows and groups: all sizes of 1 and 4 tokens
-    up to 256 requests that are powers of two or one more.
+    up to 256 requests that are powers of two or one more, and one whose last wave is split.
     """
     geometry = geometry_of(pack)
     kinds = set()
     for tokens in (1, 4):
-        for requests in (1, 2, 3, 5, 9, 17, 33, 65, 129, 256):
+        for requests in (1, 2, 3, 5, 9, 17, 33, 65, 129, 140, 256):
             gated = cases.make_inputs(
                 geometry, requests, tokens, dtype, "cuda", seed=requests, context=2600
             )
@@ -125,7 +125,10 @@ def test_a_fused_gate_is_a_separate_gate_in_every_variant(pack: specplan.Pack, d
             )
             split, whole = picked.launch["splits"] > 1, picked.launch["whole_units"] > 0
             kinds.add((split, whole, picked.launch["group_rows"] > 1))
-    assert {(True, False, False), (False, True, True)} <= kinds
+    # Split and not, a last wave alone, rows by themselves and in groups.
+    assert {True, False} == {split for split, _, _ in kinds}
+    assert {True, False} == {grouped for _, _, grouped in kinds}
+    assert (True, True) in {(split, whole) for split, whole, _ in kinds}
 
 
 @pytest.mark.gpu

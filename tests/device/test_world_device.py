@@ -204,7 +204,8 @@ def test_a_call_runs_where_its_tensors_are_whatever_the_current_device(
     device: torch.device, family: str
 ) -> None:
     """Tensors on ``cuda:1`` while ``cuda:0`` is current: called, bound, and then captured with the
-    tensors' device made current, because a capture is of the current device's stream.
+    tensors' device made current and on a stream of it: torch's default stream for captures is of
+    the device that captured first.
     """
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -222,6 +223,6 @@ def test_a_call_runs_where_its_tensors_are_whatever_the_current_device(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(other):
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(other)):
             launch()
         judge(case, graph.replay, 3)

@@ -183,7 +183,7 @@ def test_the_rule_is_a_pure_function_of_its_integers() -> None:
         plans = FAMILY.plans(QSA, rows // 4, 4, 3, "int64", H200)
         assert plans == FAMILY.plans(dict(QSA), rows // 4, 4, 3, "int64", replace(H200))
         assert all(dict(each.launch) == {"splits": 3, "overlap": 1} for each in plans)
-        assert [each["early"] for each in plans[1:]] == [rows == 4] * 2
+        assert [each["unroll"] for each in plans] == [1 if rows == 4 else 4] * 3
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,286 @@
+"""Calls over memory of which only what an op may read was ever written; initcheck then reports any
+other read.
+
+Each case is made twice: one that is filled as always, and one in memory of its own that gets those
+bytes of the first alone that the op needs. Results are compared as always; where neither the inputs
+nor the results are, the second takes over the first's bytes after the launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import specplan
+import torch
+from specplan.kernels.case import Comparison
+from specplan.kernels.gdn_replay import cases as gdn
+from specplan.kernels.rollback import cases as rollback
+from specplan.kernels.rollback import reference as rollback_reference
+from specplan.kernels.sparse_gqa_verify import cases as gqa
+from specplan.kernels.sparse_gqa_verify.reference import valid_entries
+from specplan.plans import gdn_replay as gdn_plan
+from specplan.plans.sparse_gqa_verify import VScaleOrder
+from torch import Tensor
+
+#: (requests, tokens) of the cells.
+POINTS = ((1, 1), (2, 4), (8, 2), (16, 4), (64, 8))
+
+
+def calls(pack: specplan.Pack, family: str, device: torch.device) -> int:
+    """Launch the family's ops; returns how many calls were right."""
+    makers: Mapping[str, Callable[..., Iterator[None]]] = {
+        "rollback": _rollback,
+        "gdn_replay": _gdn,
+        "sparse_gqa_verify": _gqa,
+    }
+    problems = pack.manifest().problems[family]
+    geometry = dict(next(iter(problems.values())))
+    return sum(
+        1
+        for requests, tokens in POINTS
+        for _ in makers[family](pack, geometry, requests, tokens, device)
+    )
+
+
+def scarce(source: Tensor, live: Tensor) -> Tensor:
+    """Memory like ``source`` (bytes) of which only the ``live`` bytes are written."""
+    fresh = torch.empty_like(source)
+    _take_over(fresh, source, live)
+    return fresh
+
+
+def _take_over(target: Tensor, source: Tensor, these: Tensor) -> None:
+    at = these.nonzero().squeeze(1)
+    target[at] = source[at]
+
+
+def _hold(name: str, comparisons: Iterator[Comparison]) -> None:
+    for comparison in comparisons:
+        if not float(comparison.error) <= comparison.bound:
+            raise SystemExit(f"{name}: {comparison}")
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+# ----- rollback -----------------------------------------------------------------------------------
+
+
+def _rollback(
+    pack: specplan.Pack,
+    geometry: Mapping[str, int],
+    requests: int,
+    tokens: int,
+    device: torch.device,
+) -> Iterator[None]:
+    """Planes hold rows at the listed places alone, the snapshot those that ``gather`` saves."""
+    options: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("gather", {"places": "outside"}),
+        ("restore", {"places": "outside"}),
+        ("restore", {"mask": "all"}),
+        ("commit", {"places": "outside", "listed": True, "counts": "wild"}),
+        ("commit", {}),
+    )
+    for seed, (op, chosen) in enumerate(options):
+        size = (geometry, requests, tokens, "int32", device)
+        full = rollback.RollbackCase("filled", op, *size, **chosen)
+        full.refill(seed)
+        expected = full.expect()
+        live = _rollback_live(full)
+        part = rollback.RollbackCase("scarce", op, *size, **chosen)
+        _take_over(part.buffer, full.buffer, live)
+        tables = ("planes", "states") if part.staged else ("planes",)
+        for name in tables:
+            part.tensors[name].copy_(part._tables[name])
+        getattr(pack.rollback, op).require(**part.arguments())
+        _take_over(part.buffer, full.buffer, (expected == full.buffer) & ~live)
+        for name in tables:
+            part.tensors[name].copy_(full._tables[name])
+        _hold(f"rollback.{op} {requests}x{tokens}", part.compare(expected))
+        yield
+
+
+def _rollback_live(case: rollback.RollbackCase) -> Tensor:
+    """What the op may read of a filled case, as a mask of its bytes."""
+    marks = torch.zeros_like(case.buffer)
+    marked, tensors = case._tensors(marks), case.tensors
+    lists = ("pages", "within", "rejected", "accepted", "row_requests", "row_ordinals", "slots")
+    for name in (*lists, "pending"):
+        if name in marked:
+            _bytes(marked[name]).fill_(1)
+    for plane, saved in zip(case._planes(marked), case._saved(marked), strict=True):
+        there = rollback_reference._existing(plane, tensors["pages"], tensors["within"])
+        rows = there.nonzero().squeeze(1)
+        if case.op == "gather":
+            plane[tensors["pages"][rows].long(), tensors["within"][rows].long()] = 1
+        else:
+            saved[rows] = 1
+    if case.staged:
+        chosen = (tensors["accepted"].long().clamp(1, case.tokens) - 1).tolist()
+        for i in range(len(case.states)):
+            for request, at in enumerate(chosen):
+                _bytes(marked[f"candidates{i}"])[request, at] = 1
+    return marks != 0
+
+
+# ----- gdn_replay ---------------------------------------------------------------------------------
+
+
+def _gdn(
+    pack: specplan.Pack,
+    geometry: Mapping[str, int],
+    requests: int,
+    tokens: int,
+    device: torch.device,
+) -> Iterator[None]:
+    """Slots of no row, and records at and past a history's length, were never written."""
+    for dtype in ("bf16", "fp32"):
+        for op, full_histories in (
+            *(("verify", False), ("verify", True)),
+            *(("advance", None), ("reset", None), ("materialize", None)),
+        ):
+            splits = pack.gdn_replay.verify.pick(
+                **geometry, requests=requests, tokens=tokens, dtype=dtype
+            ).cell.splits
+            size = (geometry, requests, tokens, splits, dtype, device)
+            full = gdn.GdnCase("filled", op, *size, full=full_histories)
+            full.refill(3)
+            expected = full.expect()
+            live = _gdn_live(full)
+            part = gdn.GdnCase("scarce", op, *size, full=full_histories)
+            part.step = part.step.over(scarce(full.buffer, live))
+            cursors = (part.step.tensors[name] for name in ("hist_len", "bank"))
+            part.cursors = gdn_plan.Cursors(*cursors, **geometry, dtype=dtype)
+            if op in ("verify", "materialize"):
+                pools = (part.step.tensors[name] for name in gdn.POOLS)
+                part.pool = gdn_plan.Pool(part.cursors, *pools)
+            getattr(pack.gdn_replay, op).require(**part.arguments())
+            same = expected.step.buffer == full.buffer
+            _take_over(part.buffer, full.buffer, same & ~live & ~_gdn_written(full, expected))
+            _hold(f"gdn_replay.{op} {dtype} {requests}x{tokens}", part.compare(expected))
+            yield
+
+
+def _gdn_live(case: gdn.GdnCase) -> Tensor:
+    marks = torch.zeros_like(case.buffer)
+    marked, step = case.step.over(marks), case.step
+    whole = ("slots", "rows", "hist_len", "bank", "qkv", "ba", "A_log", "dt_bias")
+    for name in whole:
+        if name in marked.backing:
+            _bytes(marked.backing[name]).fill_(1)
+    if "state" not in step.tensors:
+        return marks != 0
+    t, i = step.tensors, step.integers
+    if case.op == "verify":
+        read = {int(s): int(t["hist_len"][s]) for s in t["slot"].tolist() if s >= 0}
+    else:
+        read = {int(s): int(n) for s, n in zip(i["src"].tolist(), i["count"].tolist(), strict=True)}
+        read.pop(-1, None)
+    for slot, count in read.items():
+        bank = int(t["bank"][slot])
+        _bytes(marked.tensors["state"])[slot] = 1
+        for name in ("rec_u", "rec_k"):
+            _bytes(marked.tensors[name])[slot, :, bank, :count] = 1
+        g = marked.tensors["rec_G"][slot, :, bank, :count]
+        g.copy_(torch.full_like(g.view(torch.int32), 0x01010101).view(torch.float32))
+    return marks != 0
+
+
+def _gdn_written(case: gdn.GdnCase, expected: gdn.Expected) -> Tensor:
+    marks = torch.zeros_like(case.buffer)
+    marked = case.step.over(marks)
+    for name, mask in expected.written.items():
+        tensor = marked.tensors[name]
+        word = torch.int16 if tensor.element_size() == 2 else torch.int32
+        tensor.view(word).masked_fill_(mask, -1)
+    return marks != 0
+
+
+# ----- sparse_gqa_verify --------------------------------------------------------------------------
+
+
+def _gqa(
+    pack: specplan.Pack,
+    geometry: Mapping[str, int],
+    requests: int,
+    tokens: int,
+    device: torch.device,
+) -> Iterator[None]:
+    """Cache slots that no row lists, outputs and the workspace were never written."""
+    for dtype in ("bf16", "fp8_e4m3", "nvfp4"):
+        for hard in (False, True):
+            options: dict[str, Any] = {"context": geometry["selected"] + 501, "hard": hard}
+            if dtype == "nvfp4" and hard:
+                options["order"] = VScaleOrder.INTERLEAVED
+            splits = pack.sparse_gqa_verify.pick(
+                **geometry, requests=requests, tokens=tokens, dtype=dtype
+            ).cell.splits
+            case = gqa.GqaCase(
+                "scarce", geometry, requests, tokens, splits, dtype, device, **options
+            )
+            expected = case.expect()
+            case.inputs = _scarce_inputs(case.inputs)
+            case.buffer = torch.empty_like(case.buffer)
+            case.out = case.buffer[1:-1, : case.out.shape[1]]
+            case.workspace = torch.empty_like(case.workspace)
+            pack.sparse_gqa_verify.require(**case.arguments())
+            wanted = expected.out.float()
+            error = torch.linalg.vector_norm(case.out.float() - wanted)
+            size = torch.linalg.vector_norm(wanted).clamp(min=1e-3)
+            relative = Comparison("out", "relative L2 error", error / size, gqa.RELATIVE_L2)
+            _hold(f"sparse_gqa_verify {dtype} {requests}x{tokens}", iter([relative]))
+            yield
+
+
+def _scarce_inputs(inputs: gqa.Inputs) -> gqa.Inputs:
+    """The same inputs in memory of their own, caches and scales written where they are listed."""
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    tensors = {
+        each.name: getattr(inputs, each.name)
+        for each in fields(gqa.Inputs)
+        if isinstance(getattr(inputs, each.name), Tensor)
+    }
+    for tensor in tensors.values():
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in found:
+            raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            found[storage.data_ptr()] = raw, torch.zeros_like(raw)
+    pages, page_size = inputs.k_cache.shape[0], inputs.k_cache.shape[2]
+    valid, page, slot = valid_entries(
+        inputs.block_table,
+        inputs.selected_tokens,
+        inputs.request_indices,
+        pages,
+        page_size,
+        inputs.valid_count,
+        inputs.query_positions,
+    )
+    page, slot = page[valid], slot[valid]
+    for name, tensor in tensors.items():
+        _, marks = found[tensor.untyped_storage().data_ptr()]
+        seen = _like(tensor, marks)
+        if not name.endswith(("_cache", "_block_scales")):
+            _bytes(seen if seen.dim() else seen[None]).fill_(1)
+        elif name == "v_block_scales" and inputs.v_scale_order is VScaleOrder.INTERLEAVED:
+            # A token's scales lie among those of three more.
+            for i in range(4):
+                _bytes(seen)[page, :, slot // 4 * 4 + i] = 1
+        else:
+            _bytes(seen)[page, :, slot] = 1
+    fresh = {key: scarce(raw, marks != 0) for key, (raw, marks) in found.items()}
+    return replace(
+        inputs,
+        **{
+            name: _like(tensor, fresh[tensor.untyped_storage().data_ptr()])
+            for name, tensor in tensors.items()
+        },
+    )
+
+
+def _like(tensor: Tensor, raw: Tensor) -> Tensor:
+    """The view of other bytes that a tensor is of its own."""
+    whole = raw[: raw.numel() // tensor.element_size() * tensor.element_size()].view(tensor.dtype)
+    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
