@@ -267,13 +267,14 @@ def main() -> None:
     parser.add_argument("--packs", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--quick", action="store_true", help="requests 1 and 64, 4 tokens only")
+    parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp32"], choices=cases.STATE_DTYPES)
     options = parser.parse_args()
     pack = specplan.load(options.packs, candidates=True)
     pack.prepare()
     begin = time.monotonic()
     rows = []
     for heads in ((16, 32), (16, 64)):
-        for dtype in ("bf16", "fp32"):
+        for dtype in options.dtypes:
             for requests in (1, 64) if options.quick else (1, 8, 32, 64, 128, 256):
                 for tokens in (4,) if options.quick else (2, 4, 8):
                     rows.append(run(pack, heads, dtype, requests, tokens))
