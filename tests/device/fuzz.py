@@ -6,7 +6,9 @@ what it may write changes.
     python tests/device/fuzz.py --packs packs --seed 7 --batch 12    # one batch again
 
 A batch is of one family, which its number says; what is in it depends on the seed and the number
-alone. Exit 1 on the first batch with a failure. ``tests/fuzzing`` says what calls are made.
+alone. Each process stops at its first batch with a failure, and then the exit status is 1. Where
+the device itself fails, the batch again with ``CUDA_LAUNCH_BLOCKING=1`` names the call.
+``tests/fuzzing`` says what calls are made.
 """
 
 from __future__ import annotations
@@ -147,24 +149,26 @@ def scene_batch(
 ) -> None:
     words = sparse_gqa_verify.words_of(pack.sparse_gqa_verify)
     verdicts = scenes.Verdicts(number)
-    for row in range(SCENES):
-        if family == "gdn_replay":
-            scene = gdn_replay.scene(chance, problems[family], device)
-            calls = [gdn_replay.any_call(chance, scene) for _ in range(SCENE_CALLS)]
-            scenes.run_scene(
-                *(row, scene, calls, gdn_replay.FAMILY),
-                lambda call, arguments: gdn_replay.launch(pack.gdn_replay, call, arguments),
-                *(verdicts, score),
-            )
-        else:
-            scene = sparse_gqa_verify.scene(chance, problems[family], device, words)
-            calls = [sparse_gqa_verify.any_call(chance, scene) for _ in range(SCENE_CALLS)]
-            scenes.run_scene(
-                *(row, scene, calls, sparse_gqa_verify.FAMILY),
-                lambda call, given: fuzzing.through(pack.sparse_gqa_verify, call.way, **given),
-                *(verdicts, score),
-            )
-    verdicts.settle(score)
+    try:
+        for row in range(SCENES):
+            if family == "gdn_replay":
+                scene = gdn_replay.scene(chance, problems[family], device)
+                calls = [gdn_replay.any_call(chance, scene) for _ in range(SCENE_CALLS)]
+                scenes.run_scene(
+                    *(row, scene, calls, gdn_replay.FAMILY),
+                    lambda call, given: gdn_replay.launch(pack.gdn_replay, call, given),
+                    *(verdicts, score),
+                )
+            else:
+                scene = sparse_gqa_verify.scene(chance, problems[family], device, words)
+                calls = [sparse_gqa_verify.any_call(chance, scene) for _ in range(SCENE_CALLS)]
+                scenes.run_scene(
+                    *(row, scene, calls, sparse_gqa_verify.FAMILY),
+                    lambda call, given: fuzzing.through(pack.sparse_gqa_verify, call.way, **given),
+                    *(verdicts, score),
+                )
+    finally:
+        verdicts.settle(score)
 
 
 def work(

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 import specplan
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from specplan import gdn_replay as runtime
 from specplan import library
 
@@ -83,6 +85,8 @@ def any_call(chance: Random, scene: scenes.Scene) -> fuzzing.Call:
     return gdn_replay.any_call(chance, scene)
 
 
+# What the stand-in for device code does with an output whose rows are one.
+@pytest.mark.filterwarnings("ignore:Use of .* on expanded tensors")
 def test_many_calls_equal_the_reference_or_are_declined(pack: specplan.Pack) -> None:
     def public(scene: scenes.Scene) -> scenes.Launch:
         return lambda call, given: gdn_replay.launch(pack.gdn_replay, call, given)
@@ -96,6 +100,26 @@ def test_many_calls_equal_the_reference_or_are_declined(pack: specplan.Pack) -> 
         assert 0.2 < launched / sum(of_op.values()) < 0.9, of_op
     for reason in ("argument", "not_in_catalog", "device", "another committer"):
         assert any(answer.endswith(f"declined: {reason}") for answer in score.answers), reason
+
+
+@pytest.mark.filterwarnings("ignore:Use of .* on expanded tensors")
+@settings(
+    max_examples=20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(chance=st.randoms(use_true_random=False))
+def test_any_call_equals_the_reference_or_is_declined(pack: specplan.Pack, chance: Random) -> None:
+    score, verdicts = fuzzing.Score(), scenes.Verdicts(0)
+    scene = gdn_replay.scene(chance, PROBLEMS, HOST, most=3)
+    calls = [gdn_replay.any_call(chance, scene) for _ in range(3)]
+    scenes.run_scene(
+        *(0, scene, calls, gdn_replay.FAMILY),
+        lambda call, given: gdn_replay.launch(pack.gdn_replay, call, given),
+        *(verdicts, score, on_device),
+    )
+    verdicts.settle(score)
+    assert not score.failures, "\n".join(map(str, score.failures))
 
 
 def test_a_seed_names_the_calls() -> None:

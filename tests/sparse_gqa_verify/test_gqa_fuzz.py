@@ -9,6 +9,8 @@ from random import Random
 from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
@@ -63,23 +65,45 @@ def run(
     return Run(score, rows)
 
 
-def test_many_calls_equal_the_reference_or_are_declined(
-    pack: specplan.Pack,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def op(pack: specplan.Pack, monkeypatch: pytest.MonkeyPatch) -> SparseGqaVerify:  # noqa: F811
+    """The op, on a device on which tensors are only if they say so."""
     (arch_pack,) = pack._packs.values()
     arch_pack.functions = {s: OnlyOnDevice(f) for s, f in arch_pack.functions.items()}
     monkeypatch.setattr(SparseGqaVerify, "_nothing_of", lambda *_: on_device(torch.empty(0)))
-    score = run(
-        lambda call, given: fuzzing.through(pack.sparse_gqa_verify, call.way, **given),
-        *("cpu", 50, sparse_gqa_verify.words_of(pack.sparse_gqa_verify)),
-    ).score
+    return pack.sparse_gqa_verify
+
+
+def public(op: SparseGqaVerify) -> scenes.Launch:
+    return lambda call, given: fuzzing.through(op, call.way, **given)
+
+
+def test_many_calls_equal_the_reference_or_are_declined(op: SparseGqaVerify) -> None:
+    score = run(public(op), "cpu", 50, sparse_gqa_verify.words_of(op)).score
     assert not score.failures, "\n".join(map(str, score.failures))
     assert score.calls == 500
     launched = score.answers["sparse_gqa_verify: launched"]
     assert 0.2 < launched / score.calls < 0.9, score.answers
     for reason in ("argument", "range", "not_in_catalog", "unknown_problem", "device"):
         assert f"sparse_gqa_verify: declined: {reason}" in score.answers, score.answers
+
+
+@settings(
+    max_examples=20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(chance=st.randoms(use_true_random=False))
+def test_any_call_equals_the_reference_or_is_declined(op: SparseGqaVerify, chance: Random) -> None:
+    score, verdicts = fuzzing.Score(), scenes.Verdicts(0)
+    words = sparse_gqa_verify.words_of(op)
+    scene = sparse_gqa_verify.scene(chance, [dict(SMALL)], HOST, words, most=1)
+    calls = [sparse_gqa_verify.any_call(chance, scene) for _ in range(3)]
+    scenes.run_scene(
+        *(0, scene, calls, sparse_gqa_verify.FAMILY, public(op), verdicts, score, on_device)
+    )
+    verdicts.settle(score)
+    assert not score.failures, "\n".join(map(str, score.failures))
 
 
 # The judgement itself: an op with a mistake must not pass
