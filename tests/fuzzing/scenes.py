@@ -245,16 +245,17 @@ _CONTROL_CHANGES: tuple[Change, ...] = (_other_dtype, _other_rank, _fewer, _host
 
 def spoil(chance: Random, call: Call, rules: Rules, times: int) -> None:
     """Change some things of a call; it may still be a right one."""
-    scalars = [name for name in rules.scalars if name in call.arguments]
     changed: set[str] = set()
     while times:
         views = rows_of(call)
+        scalars = [n for n in rules.scalars if n in call.arguments and n not in changed]
         if scalars and (not views or chance.random() < 0.25):
             name = chance.choice(scalars)
             value = call.arguments[name]
             other = chance.choice(rules.scalars[name](chance, call, value))
             call.arguments[name] = other
             call.changes.append(f"{name} {value!r} -> {other!r}")
+            changed.add(name)
             times -= 1
             continue
         name = chance.choice(sorted(views))

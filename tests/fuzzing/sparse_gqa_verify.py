@@ -274,7 +274,25 @@ def _tokens(chance: Random, call: Call, value: Any) -> Sequence[Any]:
 
 def _scales(chance: Random, call: Call, value: Any) -> Sequence[Any]:
     nan, inf = float("nan"), float("inf")
-    return (0.0, -0.0, -value, nan, inf, -inf, 1e30, 3e38, 1e39, 1, 0, True, "1", None, [1.0], 1j)
+    return (
+        0.0,
+        -0.0,
+        -value,
+        nan,
+        inf,
+        -inf,
+        1e30,
+        3e38,
+        1e39,
+        1e-50,
+        1,
+        0,
+        True,
+        "1",
+        None,
+        [1.0],
+        1j,
+    )
 
 
 def _splits(chance: Random, call: Call, value: Any) -> Sequence[Any]:
