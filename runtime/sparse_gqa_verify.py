@@ -130,7 +130,7 @@ class SparseGqaVerify(Op):
             Rows of a request, which stand together where the rows of a request are to be read
             together; any other arrangement is right, too. requests = rows / tokens.
         softmax_scale
-            Finite and above 0.
+            Finite and above 0, in fp32.
         k_scale, v_scale
             fp32 [1], for FP8 and NVFP4: value = stored x block scale x this.
         k_block_scales, v_block_scales
