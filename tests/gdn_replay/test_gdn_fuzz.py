@@ -4,7 +4,7 @@ that run the sequential reference, and the fuzzer's judgement over ops with mist
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -42,6 +42,15 @@ def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> specplan.Pack:
     )
     monkeypatch.setattr(library, "tvm_ffi", lambda: SimpleNamespace(from_dlpack=lambda t: t))
     return pack
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors gain nothing from threads, and on a busy machine these wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Run(NamedTuple):

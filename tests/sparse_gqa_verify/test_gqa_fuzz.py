@@ -4,7 +4,7 @@ functions that run the reference, and the fuzzer's judgement over ops with mista
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from random import Random
 from typing import Any, NamedTuple
 
@@ -24,6 +24,15 @@ from stubs import OnlyOnDevice, on_device  # noqa: E402  isort: skip
 from test_gqa_op import SMALL, functions, pack  # noqa: E402, F401  isort: skip
 
 HOST = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors gain nothing from threads, and on a busy machine these wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Run(NamedTuple):
