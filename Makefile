@@ -43,7 +43,7 @@ format: $(VENV)/.dev-extra
 device-test: $(VENV)/.test-extra
 	SPECPLAN_PACKS=$(PACKS) $(BIN)/python -m pytest tests/device
 
-# 100,000 random calls, and every op in a process that can neither compile nor write.
+# 100,000 random calls of every op, and every op in a process that can neither compile nor write.
 fuzz: $(VENV)/.test-extra
 	$(BIN)/python tests/device/fuzz.py --packs $(PACKS)
 	$(BIN)/python tests/device/no_compile.py --packs $(PACKS)

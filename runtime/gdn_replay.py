@@ -69,7 +69,7 @@ class _GdnOp(Op):
         try:
             function(*arguments)
         except ARGUMENT_ERRORS as error:
-            return self._refused(error, arguments[0].get_device())
+            return self._refused(error, _device(arguments[0]))
         except Exception as error:
             raise self._failed(error) from error
         return True

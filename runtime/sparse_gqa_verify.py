@@ -4,6 +4,7 @@ cache.
 
 from __future__ import annotations
 
+from ctypes import c_float
 from functools import partial
 from math import inf
 from operator import index
@@ -129,7 +130,7 @@ class SparseGqaVerify(Op):
             Rows of a request, which stand together where the rows of a request are to be read
             together; any other arrangement is right, too. requests = rows / tokens.
         softmax_scale
-            Finite and above 0.
+            Finite and above 0, in fp32.
         k_scale, v_scale
             fp32 [1], for FP8 and NVFP4: value = stored x block scale x this.
         k_block_scales, v_block_scales
@@ -390,8 +391,9 @@ class SparseGqaVerify(Op):
                 )
             if dtype != "nvfp4" and v_scale_order is not None:
                 wrong = f"v_scale_order is for NVFP4 caches, these are {dtype}"
-            if not 0 < softmax_scale < inf:
-                wrong = f"softmax_scale is {softmax_scale}, it must be finite and above 0"
+            # In fp32, which is what a kernel gets: 1e39 is infinite there, and 1e-50 is 0.
+            if not (0 < softmax_scale < inf and 0 < c_float(softmax_scale).value < inf):
+                wrong = f"softmax_scale is {softmax_scale}, it must be finite and above 0 in fp32"
             if wrong is not None:
                 return self._declined(Reason.ARGUMENT, wrong, device)
             given = 0 if workspace is None else workspace.numel()
@@ -423,7 +425,7 @@ class SparseGqaVerify(Op):
                 wrong = f"rows of out share memory, its strides are {out.stride()}"
             if wrong is not None:
                 return self._declined(Reason.ARGUMENT, wrong, device)
-        except SHAPE_ERRORS as error:
+        except (*SHAPE_ERRORS, OverflowError) as error:
             return self._refused(error, device)
         flags = (valid_count is not None, query_positions is not None, output_gate is not None)
         return function, tensors, (softmax_scale, *map(int, flags), *order, *last)
@@ -483,6 +485,8 @@ class SparseGqaVerify(Op):
         """Block scales kept as bytes, a gate whose heads are one axis, and a workspace beyond 2^31
         words as the module takes them.
         """
+        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+            return None
         fitted = list(tensors)
         if tensors[-1].numel() >= 1 << 31 and tensors[-1].dim() == 1:
             fitted[-1] = tensors[-1][: integers[_WORDS]]

@@ -21,6 +21,24 @@ def on_device(tensor: torch.Tensor) -> OnDevice:
     return tensor.as_subclass(OnDevice)
 
 
+class OnlyOnDevice:
+    """A compiled function that refuses tensors which are not on the device, as modules do."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = function
+
+    def __call__(self, *arguments: Any) -> None:
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor) and not isinstance(argument, OnDevice):
+                raise ValueError("mismatched device")
+        self.function(*map(plain, arguments))
+
+
+def plain(value: Any) -> Any:
+    """A tensor as torch has it; anything else as it is."""
+    return value.as_subclass(torch.Tensor) if isinstance(value, torch.Tensor) else value
+
+
 class Compiled:
     """A compiled function: it refuses what ``refuses`` finds, raises ``fails``, and writes down
     every launch.

@@ -134,6 +134,16 @@ def test_bind_launches_the_same_and_writes_nothing_before(pack: Pack, op: str) -
     assert all(float(c.error) <= c.bound for c in case.compare(expected))
 
 
+@pytest.mark.parametrize("op", ["verify", "materialize"])
+@pytest.mark.parametrize("value", [None, 2.5, "slots"])
+def test_a_pool_that_holds_no_tensor_is_declined(pack: Pack, op: str, value: Any) -> None:
+    call = call_of(op)
+    call["pool"].tensors = (value, *call["pool"].tensors[1:])
+    the_op = getattr(pack.gdn_replay, op)
+    declined(the_op(**call), Reason.ARGUMENT)
+    declined(the_op.bind(**call), Reason.ARGUMENT)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_no_rows_are_nothing_to_do(pack: Pack, op: str) -> None:
     empty = torch.empty(0, dtype=torch.int32)

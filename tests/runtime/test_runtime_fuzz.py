@@ -6,8 +6,11 @@ over ops with mistakes in them.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -315,3 +318,70 @@ def test_a_rollback_that_does_nothing_is_found() -> None:
         *(0, made, noise(24, EPISODE_BYTES, 1), lambda *arguments: True, HOST, score)
     )
     assert len(score.failures) > 12
+
+
+# Which batches the processes on a GPU run
+
+
+@pytest.fixture(scope="module")
+def device_fuzz() -> Any:
+    path = Path(__file__).resolve().parent.parent / "device" / "fuzz.py"
+    spec = importlib.util.spec_from_file_location("device_fuzz", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Its dataclass looks itself up there.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("jobs", [1, 4, 5, 16])
+def test_the_batches_of_all_processes_are_all_batches_and_each_has_every_family(
+    device_fuzz: Any, jobs: int
+) -> None:
+    of_jobs = [
+        list(islice(device_fuzz.Numbers(device_fuzz.FAMILIES, job, jobs), 60))
+        for job in range(jobs)
+    ]
+    assert sorted(n for numbers in of_jobs for n in numbers) == list(range(60 * jobs))
+    for numbers in of_jobs:
+        counts = Counter(map(device_fuzz.family_of, numbers))
+        assert set(counts) == set(device_fuzz.FAMILIES)
+        assert min(counts.values()) >= 3
+
+
+def test_a_family_alone_gets_its_own_batches(device_fuzz: Any) -> None:
+    chosen = list(islice(device_fuzz.Numbers(("rollback", "gather"), 1, 3), 20))
+    assert {device_fuzz.family_of(number) for number in chosen} == {"rollback", "gather"}
+
+
+def test_a_family_of_which_hardly_anything_is_launched_or_declined_is_named(
+    device_fuzz: Any,
+) -> None:
+    answers = Counter(
+        {
+            "scatter: launched": 95,
+            "scatter: declined: range": 5,
+            "gdn_replay.verify: launched": 5,
+            "gdn_replay.reset: launched, outcome not defined": 90,
+            "gdn_replay.reset: declined: argument": 5,
+            "rollback.gather: launched": 50,
+            "rollback.gather: declined: argument": 50,
+        }
+    )
+    assert device_fuzz.lopsided(answers) == ["gdn_replay", "scatter"]
+
+
+def test_a_batch_that_ends_with_an_error_is_a_failure(
+    device_fuzz: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*arguments: Any) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(device_fuzz, "batch", breaks)
+    score = fuzzing.Score()
+    device_fuzz.run(12, 1, None, {}, HOST, score)
+    (failure,) = score.failures
+    assert failure.batch == 12
+    assert "illegal memory access" in failure.what

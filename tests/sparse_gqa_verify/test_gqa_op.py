@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ctypes import c_float
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,7 +146,7 @@ class Compiled:
         refused = (
             (call["requests"] * call["tokens"], heads, kv_heads, page_size, width)
             != (rows, *(call[name] for name in SIZES[1:5]))
-            or not 0 < call["softmax_scale"] < float("inf")
+            or not 0 < c_float(call["softmax_scale"]).value < float("inf")
             or words < call["words"]
             or (call.get("v_interleaved") and call["v_block_scales"].stride(2) != 16)
             or op_module._overlaps(out, (*tensors[:-2], *[space] * used))
@@ -345,6 +346,9 @@ def test_declined_calls_say_why_and_launch_nothing(
         ({"out": out[:1].expand(out.shape)}, Reason.ARGUMENT, "rows of out share memory"),
         ({"softmax_scale": float("inf")}, Reason.ARGUMENT, "softmax_scale is inf"),
         ({"softmax_scale": -1.0}, Reason.ARGUMENT, "softmax_scale is -1.0"),
+        ({"softmax_scale": 1e39}, Reason.ARGUMENT, "softmax_scale is 1e+39"),
+        ({"softmax_scale": 1e-50}, Reason.ARGUMENT, "softmax_scale is 1e-50"),
+        ({"softmax_scale": 1 << 2000}, Reason.ARGUMENT, "too large"),
         ({"softmax_scale": None}, Reason.ARGUMENT, "NoneType"),
         ({"k_scale": torch.ones(1)}, Reason.ARGUMENT, "no k_scale"),
         ({"v_block_scales": torch.ones(1)}, Reason.ARGUMENT, "no block scales"),
@@ -357,6 +361,8 @@ def test_declined_calls_say_why_and_launch_nothing(
         ({"request_indices": arguments["request_indices"].long()}, Reason.ARGUMENT, "dtype"),
         ({"query_positions": arguments["query_positions"].long()}, Reason.ARGUMENT, "dtype"),
         ({"block_table": None}, Reason.ARGUMENT, "no tensor"),
+        ({"output_gate": 2.5}, Reason.ARGUMENT, "no tensor"),
+        ({"output_gate": [1, 2]}, Reason.ARGUMENT, "no tensor"),
     ]
     within = arguments["workspace"][:6].view(torch.int32)
     overlap = {"request_indices": within}
@@ -374,6 +380,18 @@ def test_declined_calls_say_why_and_launch_nothing(
     assert answer.reason is Reason.DEVICE
     assert not any(stub.calls for stub in functions.values())
     assert op(**call_of(case)) is True
+
+
+@pytest.mark.parametrize("name", ["k_block_scales", "v_block_scales", "output_gate"])
+@pytest.mark.parametrize("value", [3, "slots", [1, 2, 3]])
+def test_what_is_no_tensor_is_declined_where_it_could_be_fitted(
+    pack: Pack, name: str, value: Any
+) -> None:
+    case = case_of("nvfp4")
+    for ask in (pack.sparse_gqa_verify, pack.sparse_gqa_verify.bind):
+        answer = ask(**call_of(case, **{name: value}))
+        assert isinstance(answer, Uncertified)
+        assert answer.reason is Reason.ARGUMENT
 
 
 def test_the_declined_cases_differ_from_a_good_call_by_what_they_name(pack: Pack) -> None:

@@ -1,0 +1,313 @@
+"""The fuzzer of ``gdn_replay`` without a GPU: random calls of the ops over imagined modules
+that run the sequential reference, and the fuzzer's judgement over ops with mistakes in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import specplan
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from specplan import gdn_replay as runtime
+from specplan import library
+
+import fuzzing
+from fuzzing import gdn_replay, scenes
+from imagined import ARCH, imagined_pack
+from stubs import OnlyOnDevice, on_device, plain
+
+HOST = torch.device("cpu")
+PROBLEMS = [{"key_heads": 2, "value_heads": 8}]
+GET_DEVICE = torch.Tensor.get_device
+
+
+@pytest.fixture
+def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> specplan.Pack:
+    """The imagined pack, on a device on which tensors are only if they say so."""
+    pack, _ = imagined_pack(tmp_path, monkeypatch)
+    arch_pack = pack._packs[ARCH]
+    arch_pack.functions = {s: OnlyOnDevice(f) for s, f in arch_pack.functions.items()}
+    pack._prepared |= {(0, "gdn_replay")}
+    monkeypatch.setattr(torch.Tensor, "get_device", GET_DEVICE, raising=False)
+    alike = runtime._alike
+    monkeypatch.setattr(
+        runtime, "_alike", lambda t: on_device(alike(plain(t))) if t.get_device() == 0 else alike(t)
+    )
+    monkeypatch.setattr(library, "tvm_ffi", lambda: SimpleNamespace(from_dlpack=lambda t: t))
+    return pack
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors gain nothing from threads, and on a busy machine these wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Run(NamedTuple):
+    """What came of some scenes, and those of them that had a call."""
+
+    score: fuzzing.Score
+    rows: set[int]
+
+    @property
+    def failures(self) -> list[fuzzing.Failure]:
+        return self.score.failures
+
+    def all_fail(self) -> bool:
+        """Whether something was found wrong in every one of several scenes."""
+        return len(self.rows) > 3 and {failure.row for failure in self.failures} == self.rows
+
+
+def run(
+    launch: Callable[[scenes.Scene], scenes.Launch],
+    seed: str,
+    count: int,
+    keep: Callable[[fuzzing.Call], bool] = lambda call: True,
+    wrap: Callable[[torch.Tensor], torch.Tensor] = on_device,
+) -> Run:
+    """Some scenes with ten calls each."""
+    rows: set[int] = set()
+    score, verdicts = fuzzing.Score(), scenes.Verdicts(0)
+    for row in range(count):
+        chance = Random(f"{seed}:{row}")
+        scene = gdn_replay.scene(chance, PROBLEMS, HOST, most=5)
+        calls = [call for call in (any_call(chance, scene) for _ in range(10)) if keep(call)]
+        rows |= {row} if calls else set()
+        scenes.run_scene(
+            *(row, scene, calls, gdn_replay.FAMILY, launch(scene), verdicts, score), wrap
+        )
+    verdicts.settle(score)
+    return Run(score, rows)
+
+
+def any_call(chance: Random, scene: scenes.Scene) -> fuzzing.Call:
+    return gdn_replay.any_call(chance, scene)
+
+
+# What the stand-in for device code does with an output whose rows are one.
+@pytest.mark.filterwarnings("ignore:Use of .* on expanded tensors")
+def test_many_calls_equal_the_reference_or_are_declined(pack: specplan.Pack) -> None:
+    def public(scene: scenes.Scene) -> scenes.Launch:
+        return lambda call, given: gdn_replay.launch(pack.gdn_replay, call, given)
+
+    score = run(public, "cpu", 50).score
+    assert not score.failures, "\n".join(map(str, score.failures))
+    assert score.calls == 500
+    for op in gdn_replay.OPS:
+        of_op = {a: n for a, n in score.answers.items() if a.startswith(f"gdn_replay.{op}:")}
+        launched = of_op[f"gdn_replay.{op}: launched"]
+        assert 0.2 < launched / sum(of_op.values()) < 0.9, of_op
+    for reason in ("argument", "not_in_catalog", "device", "another committer"):
+        assert any(answer.endswith(f"declined: {reason}") for answer in score.answers), reason
+
+
+@pytest.mark.filterwarnings("ignore:Use of .* on expanded tensors")
+@settings(
+    max_examples=20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(chance=st.randoms(use_true_random=False))
+def test_any_call_equals_the_reference_or_is_declined(pack: specplan.Pack, chance: Random) -> None:
+    score, verdicts = fuzzing.Score(), scenes.Verdicts(0)
+    scene = gdn_replay.scene(chance, PROBLEMS, HOST, most=3)
+    calls = [gdn_replay.any_call(chance, scene) for _ in range(3)]
+    scenes.run_scene(
+        *(0, scene, calls, gdn_replay.FAMILY),
+        lambda call, given: gdn_replay.launch(pack.gdn_replay, call, given),
+        *(verdicts, score, on_device),
+    )
+    verdicts.settle(score)
+    assert not score.failures, "\n".join(map(str, score.failures))
+
+
+def test_a_seed_names_the_calls() -> None:
+    shown = []
+    for _ in range(2):
+        chance = Random("again")
+        scene = gdn_replay.scene(chance, PROBLEMS, HOST, most=5)
+        shown.append([str(gdn_replay.any_call(chance, scene)) for _ in range(40)])
+        assert any("is on the CPU" in call for call in shown[0])
+    assert shown[0] == shown[1]
+
+
+# The judgement itself: an op with a mistake must not pass
+
+
+def as_made(call: fuzzing.Call) -> bool:
+    """A call that nobody has spoilt, over at least one row, and that commits for itself."""
+    return not call.changes and not gdn_replay.rival(call) and not gdn_replay.FAMILY.idle(call)
+
+
+def right(scene: scenes.Scene) -> scenes.Launch:
+    def launch(call: fuzzing.Call, given: Mapping[str, Any]) -> Any:
+        gdn_replay.FAMILY.expect(scene, call, given)
+        return True
+
+    return launch
+
+
+def mistaken(
+    mistake: Callable[[scenes.Scene, fuzzing.Call, Mapping[str, Any]], Any],
+) -> Callable[[scenes.Scene], scenes.Launch]:
+    """The reference, and then a mistake, whose answer is the op's unless it is None."""
+
+    def of(scene: scenes.Scene) -> scenes.Launch:
+        def launch(call: fuzzing.Call, given: Mapping[str, Any]) -> Any:
+            right(scene)(call, given)
+            answer = mistake(scene, call, given)
+            return True if answer is None else answer
+
+        return launch
+
+    return of
+
+
+def judged(
+    launch: Callable[[scenes.Scene], scenes.Launch],
+    op: str = "",
+    keep: Callable[[fuzzing.Call], bool] = as_made,
+) -> Run:
+    return run(
+        launch,
+        "judge",
+        8,
+        lambda call: keep(call) and call.op.endswith(op),
+        wrap=lambda tensor: tensor,
+    )
+
+
+def test_the_reference_itself_passes() -> None:
+    score = judged(right)
+    assert score.score.calls > 25
+    assert not score.failures, "\n".join(map(str, score.failures))
+
+
+@pytest.mark.parametrize("buffer", ["out", "rec_u", "rec_k", "rec_G", "state"])
+def test_a_wrong_value_is_found_where_it_is(buffer: str) -> None:
+    """Whether the value is one that the op writes or one that it must not."""
+
+    def wrong(scene: scenes.Scene, call: fuzzing.Call, given: Mapping[str, Any]) -> None:
+        given[buffer].nan_to_num_()
+        given[buffer].add_(0.125)
+
+    score = judged(mistaken(wrong), "verify")
+    assert score.all_fail()
+    assert all(buffer in failure.what for failure in score.failures)
+
+
+def test_an_error_just_beyond_the_bound_is_found_and_one_within_is_not() -> None:
+    def off(by: float) -> Callable[[scenes.Scene], scenes.Launch]:
+        def change(scene: scenes.Scene, call: fuzzing.Call, given: Mapping[str, Any]) -> None:
+            out = given["out"]
+            live = (given["slot"] >= 0)[:, None, None, None]
+            scale = call.arguments["scale"]
+            scale = 1.0 if scale is None else abs(scale) / gdn_replay.DEFAULT_SCALE
+            out.copy_(torch.where(live, out.float() + by * scale, out.float()))
+
+        return mistaken(change)
+
+    def fits(call: fuzzing.Call) -> bool:
+        return as_made(call) and call.arguments.get("scale") != 0
+
+    assert not judged(off(5e-4), "verify", fits).failures
+    # A call of padding rows alone has no error.
+    assert len(judged(off(2e-3), "verify", fits).failures) >= 4
+
+
+@pytest.mark.parametrize("op", ["advance", "reset"])
+def test_a_wrong_cursor_is_found(op: str) -> None:
+    def wrong(scene: scenes.Scene, call: fuzzing.Call, given: Mapping[str, Any]) -> None:
+        given["hist_len"][-1] += 1
+
+    score = judged(mistaken(wrong), op)
+    assert score.failures
+    assert all("hist_len" in failure.what for failure in score.failures)
+
+
+@pytest.mark.parametrize("op", gdn_replay.OPS)
+def test_an_op_that_does_nothing_is_found(op: str) -> None:
+    score = judged(lambda scene: lambda call, given: True, op)
+    assert len(score.failures) >= 4
+
+
+@pytest.mark.parametrize("op", gdn_replay.OPS)
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_a_write_into_a_guard_is_found(op: str, side: str) -> None:
+    def stray(scene: scenes.Scene, call: fuzzing.Call, given: Mapping[str, Any]) -> None:
+        home = scene.facts["homes"]["hist_len"]
+        first, end = scenes.span(home)
+        raw = given["hist_len"].untyped_storage()
+        whole = torch.empty(0, dtype=torch.uint8).set_(raw)
+        whole[first - 1 if side == "before" else end] ^= 1
+
+    score = judged(mistaken(stray), op)
+    assert len(score.failures) >= 4
+    assert all("beside what it may write" in failure.what for failure in score.failures)
+
+
+def test_a_write_to_a_padding_row_and_to_an_input_is_found() -> None:
+    def pads(scene: scenes.Scene, call: fuzzing.Call, given: Mapping[str, Any]) -> None:
+        given["out"][given["slot"] < 0] = 1e-4
+
+    assert judged(mistaken(pads), "verify").failures
+
+    def reads(scene: scenes.Scene, call: fuzzing.Call, given: Mapping[str, Any]) -> None:
+        given["q"].view(torch.int16).bitwise_xor_(1)
+
+    ran = judged(mistaken(reads), "verify")
+    failures = ran.failures
+    assert ran.all_fail()
+    assert all("in q" in f.what or "in k" in f.what for f in failures)
+
+
+def test_a_write_by_a_declined_call_is_found() -> None:
+    refused = specplan.Uncertified("gdn_replay", "", specplan.Reason.ARGUMENT, "made up")
+    score = judged(mistaken(lambda scene, call, given: refused))
+    assert score.all_fail()
+    quiet = judged(lambda scene: lambda call, given: refused)
+    assert quiet.score.calls > 25
+    assert not quiet.failures
+
+
+def test_a_second_committer_that_is_let_through_is_found() -> None:
+    def rivals(call: fuzzing.Call) -> bool:
+        return not call.changes and gdn_replay.rival(call) and not gdn_replay.FAMILY.idle(call)
+
+    score = judged(right, keep=rivals)
+    assert score.failures
+    assert all("commits although" in failure.what for failure in score.failures)
+
+
+def test_an_exception_and_a_strange_answer_are_failures() -> None:
+    def raises(call: fuzzing.Call, given: Mapping[str, Any]) -> Any:
+        raise ValueError("made up")
+
+    assert "raised ValueError" in judged(lambda scene: raises).failures[0].what
+    nothing = judged(lambda scene: lambda call, given: None)
+    assert "answered None" in nothing.failures[0].what
+
+
+def test_a_stray_write_of_a_call_whose_outcome_is_not_defined_is_found() -> None:
+    def spoilt(call: fuzzing.Call) -> bool:
+        call.defined = False
+        return as_made(call)
+
+    assert not judged(right, keep=spoilt).failures
+
+    def stray(scene: scenes.Scene, call: fuzzing.Call, given: Mapping[str, Any]) -> None:
+        given["hist_len" if call.op.endswith("verify") else "bank"][0] ^= 1
+
+    verify = judged(mistaken(stray), "verify", keep=spoilt)
+    assert verify.all_fail()
+    assert judged(mistaken(stray), "materialize", keep=spoilt).failures
