@@ -37,6 +37,8 @@ MAX_TOKENS = 8
 MAX_REQUESTS = 256
 #: The merge keeps the statistics of two splits in a lane.
 MAX_SPLITS = 64
+#: CTAs of a cluster at most: what a GPU takes beyond the portable eight.
+MAX_CLUSTER = 16
 #: Longest list, and highest position, that a union is built from; beyond them rows are done one
 #: after another.
 UNION_LIST = 2176
@@ -46,7 +48,7 @@ UNION_TOKENS = 262144
 #: took 74, 77 and 64 with eight (with four, in an earlier version, 92 and 86 in bf16 and NVFP4);
 #: 128 units of four rows 118, 110 and 98 with four and 107, 105 and 91 with eight; 512 of them 360,
 #: 343 and 294, and 423, 411 and 351. One form for four rows serves both.
-WARPS = {1: 4, 2: 8, 3: 4}
+WARPS = {1: 8, 2: 8, 3: 4}
 #: Tokens of a tile of the inner loop for each warp.
 WARP_TOKENS = 16
 #: What a merge costs, in tiles.
@@ -80,6 +82,7 @@ class Launch:
     group_rows: int
     splits: int
     whole_units: int
+    cluster: int = 1
 
 
 def m_tiles(geometry: Mapping[str, int], group_rows: int) -> int:
@@ -127,6 +130,11 @@ def group_rows(geometry: Mapping[str, int], requests: int, tokens: int, arch: Ar
     return rows
 
 
+def _cluster(splits: int) -> int:
+    """CTAs of a cluster where all units are split: all of a unit's, if a cluster holds them."""
+    return splits if splits <= MAX_CLUSTER else 1
+
+
 def choose(geometry: Mapping[str, int], requests: int, tokens: int, arch: Arch) -> Launch:
     """The launch that the rule takes when nothing is forced."""
     rows = group_rows(geometry, requests, tokens, arch)
@@ -140,7 +148,7 @@ def choose(geometry: Mapping[str, int], requests: int, tokens: int, arch: Arch) 
             # Most SMs have a unit already. 128 units took 118, 110 and 98 us whole (bf16, NVFP4,
             # FP8) and 157, 147 and 137 in two splits.
             splits = 1
-        return Launch(tokens, rows, splits, 0)
+        return Launch(tokens, rows, splits, 0, _cluster(splits))
     whole = units // slots * slots
     rest = units - whole
     if rest:
@@ -159,13 +167,14 @@ def workspace_words(
     group_rows: int,
     splits: int,
     whole_units: int,
+    cluster: int = 1,
 ) -> int:
-    """fp32 words of workspace of a launch; 0 where nothing is split.
+    """fp32 words of workspace of a launch; 0 where nothing is split, or where clusters merge.
 
     >>> workspace_words({"q_heads": 24, "kv_heads": 2}, 1, 1, 1, 8, 0) == 2 * 8 * 12 * (256 + 4)
     True
     """
-    if splits == 1:
+    if splits == 1 or cluster > 1:
         return 0
     units = groups(requests, tokens, group_rows) * geometry["kv_heads"] - whole_units
     heads = geometry["q_heads"] // geometry["kv_heads"]
@@ -222,7 +231,7 @@ class _SparseGqaVerify:
             raise ValueError(f"splits is {splits}; it must be between 1 and {MAX_SPLITS}")
         launch = choose(geometry, requests, tokens, arch)
         if splits != launch.splits:
-            launch = Launch(tokens, launch.group_rows, splits, 0)
+            launch = Launch(tokens, launch.group_rows, splits, 0, _cluster(splits))
         return (
             Plan(
                 family=self.name,
@@ -234,6 +243,7 @@ class _SparseGqaVerify:
                     ("group_rows", launch.group_rows),
                     ("splits", launch.splits),
                     ("whole_units", launch.whole_units),
+                    ("cluster", launch.cluster),
                 ),
             ),
         )

@@ -460,7 +460,7 @@ class SparseGqaVerify(Op):
         named = dict(zip(_GEOMETRY, geometry, strict=True))
         words = _words(named, requests, launch)
         sizes = (requests, q_heads, cache[1], cache[2], width, words)
-        order = ("tokens", "group_rows", "splits", "whole_units")
+        order = ("tokens", "group_rows", "splits", "whole_units", "cluster")
         if len(self._admitted) >= MOST_REMEMBERED:
             self._admitted.clear()
         found = (
@@ -545,7 +545,7 @@ class SparseGqaVerify(Op):
             *(0, 0, 0),
             *((0,) if dtype == "nvfp4" else ()),
             *(1, 1, 1, 4, 1, words),
-            *(1, 1, 2, 0),
+            *(1, 1, 2, 0, 1),
         )
 
 
@@ -560,6 +560,7 @@ def _words(geometry: Any, requests: int, launch: Any) -> int:
         launch["group_rows"],
         launch["splits"],
         launch["whole_units"],
+        launch["cluster"],
     )
 
 

@@ -76,6 +76,7 @@ from specplan.plans.plan import Plan
 from specplan.plans.sparse_gqa_verify import (
     GROUP_ROWS,
     HEAD_DIM,
+    MAX_CLUSTER,
     MAX_SPLITS,
     UNION_LIST,
     UNION_TOKENS,
@@ -84,8 +85,8 @@ from specplan.plans.sparse_gqa_verify import (
     resident,
 )
 
-#: Entries of a lone row that a thread looks up before anything else is known.
-EARLY = 4
+#: Entries of a lone row that a thread looks up before anything else is known, by the warps of a CTA.
+EARLY = {4: 4, 8: 3}
 #: Turns of the look-up of a union's pages where a split leaves few entries.
 FEW = 3
 #: Words of the block bitmap: one bit for every four tokens.
@@ -102,6 +103,8 @@ FETCH_BATCH = 8
 #: two batches.
 MERGE_BATCH = 17
 MERGE_THREADS = HEAD_DIM
+#: Ranks of a cluster, up to which a warp merges whole rows.
+FEW_RANKS = 4
 #: Rows of output whose gates a warp has in flight.
 STORE_BATCH = 2
 
@@ -262,6 +265,22 @@ class _Cta(NamedTuple):
     interleaved: Int32
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """What a warp merges at once: so many dims a lane, of so many ranks at most."""
+
+    ranks: int
+    dims: int
+
+    @property
+    def of_row(self) -> int:
+        return HEAD_DIM // (32 * self.dims)
+
+    @property
+    def shift(self) -> int:
+        return self.of_row.bit_length() - 1
+
+
 def _save(cta: _Cta, form: Form) -> None:
     """Keeps in shared memory what the tile loop does not need, so that it takes no registers
     there.
@@ -335,6 +354,7 @@ def _attend(
     group_rows: Int32,
     splits: Int32,
     whole_units: Int32,
+    cluster: Int32,
     form: cutlass.Constexpr,
 ) -> None:
     thread, _, _ = cute.arch.thread_idx()
@@ -403,19 +423,19 @@ def _attend(
     # The list is fetched before its request is known: what a lone row's first entries need hangs on
     # one chain of loads, list to table to page, and everything else runs beside it.
     early = group_rows == 1
-    ahead = [Int32(-1)] * EARLY
+    ahead = [Int32(-1)] * EARLY[form.warps]
     if early:
         listed = cutlass.max(cutlass.min(listed, width), 0)
         first, last = _share(cta, listed)
         source = _list_address(cta, Int32(0))
         entry = Int64(selected_tokens.stride[1]) * 4
-        for u in cutlass.range_constexpr(EARLY):
+        for u in cutlass.range_constexpr(EARLY[form.warps]):
             place = first + u * form.threads + thread
             ahead[u] = ptx.load_global_if(source + Int64(place) * entry, place < last, -1)
     elif width <= UNION_LIST:
         _stage_lists(cta, form)
     words = _fetch_queries(cta, q, form)
-    if (count == 1) & (use_output_gate != 0):
+    if ((count == 1) | ((cluster > 1) & (split == 0))) & (use_output_gate != 0):
         # The gates are needed last and read at once.
         for turn in cutlass.range_constexpr(-(-form.m_rows * 4 // form.threads)):
             line = turn * form.threads + thread
@@ -433,7 +453,7 @@ def _attend(
         found = [
             _page_of(cta, owner, token, live & (token >= 0) & (token <= limit)) for token in ahead
         ]
-        for u in cutlass.range_constexpr(EARLY):
+        for u in cutlass.range_constexpr(EARLY[form.warps]):
             page, slot, valid = found[u]
             ptx.store_shared2(
                 smem + form.window_at + (u * form.threads + thread) * 8,
@@ -511,15 +531,22 @@ def _attend(
             for i in cutlass.range_constexpr(form.sums):
                 odd = odd + acc[i] * Float32(0.0)
             failed = ptx.any_thread((odd != odd) | (failed != 0))
+        tail = ptx.load_shared(late)
+        value_scale = ptx.load_shared_float(late + 4)
+        if cluster > 1:
+            _stage(cta, value_scale, acc, total, form)
+            _stage_tops(cta, top, form)
+            failed = _meet(cta, mode, failed, cluster, form)
         if failed != 0:
             mode = Int32(FILTERED)
             passes = rows
         else:
             chosen = ptx.choose(mode == UNION, Int32(-1), Int32(1) << done)
-            tail = ptx.load_shared(late)
-            value_scale = ptx.load_shared_float(late + 4)
-            if (tail < 0) | (splits == 1):
+            if cluster > 1:
+                _store_share(cta, out, output_gate, use_output_gate, chosen, cluster, form)
+            elif (tail < 0) | (splits == 1):
                 _stage(cta, value_scale, acc, total, form)
+                ptx.barrier()
                 _store_rows(cta, out, output_gate, use_output_gate, chosen, form)
             else:
                 _store_partial(
@@ -699,7 +726,7 @@ def _fill(
             left = Int32(listed - first > form.window)
     if mode != UNION:
         # The first entries of a lone row are there already.
-        begin = ptx.choose(early & (window == 0), Int32(EARLY * form.threads), Int32(0))
+        begin = ptx.choose(early & (window == 0), Int32(EARLY[form.warps] * form.threads), Int32(0))
         _fill_listed(cta, row, first, entries, begin, mode == FILTERED, low, high, form)
         ptx.barrier()
     return entries, left, repeated
@@ -1475,7 +1502,6 @@ def _stage(cta: _Cta, value_scale: Float32, acc: Any, total: Any, form: Form) ->
         at = cta.smem + form.ring_at + m * STAGED_ROW + _first_sum(cta, form) * 4
         for part, four in enumerate(_row_sums(acc, i, value_scale, form)):
             ptx.store_shared4_float(at + 16 * part, four)
-    ptx.barrier()
 
 
 def _staged(cta: _Cta, m: Int32, form: Form) -> tuple[list[Float32], Float32]:
@@ -1548,6 +1574,131 @@ def _finish(
 def _sigmoid(value: Float32) -> Float32:
     """1 / (1 + e^-x) in fp32, each step rounded once, as a separate gate computes it."""
     return ptx.exact_reciprocal(Float32(1.0) + ptx.exponential(-value))
+
+
+# ----- splits that are CTAs of a cluster: each merges a share of the rows, from where all staged them
+
+
+@cute.jit
+def _stage_tops(cta: _Cta, top: Any, form: cutlass.Constexpr) -> None:
+    """Each row's maximum, in log2 units, after its staged sums."""
+    if (cta.warp == 0) & (cta.lane & 3 == 0):
+        for i in cutlass.range_constexpr(2 * form.m_tiles):
+            at = cta.smem + form.ring_at + ((cta.lane >> 2) + 8 * i) * STAGED_ROW
+            ptx.store_shared_float(at, top[i], HEAD_DIM * 4)
+
+
+@cute.jit
+def _meet(
+    cta: _Cta, mode: Int32, failed: Int32, cluster: Int32, form: cutlass.Constexpr
+) -> Int32:
+    """Waits until all splits have staged their sums; whether the union failed in any of them."""
+    flag = cta.smem + form.share_at + 40
+    # A union comes first if at all, so that no split writes this again while another reads it.
+    if (mode == UNION) & (cta.thread == 0):
+        ptx.store_shared(flag, failed)
+    ptx.cluster_arrive()
+    ptx.cluster_wait()
+    if mode == UNION:
+        rank = ptx.choose(cta.lane < cluster, cta.lane, Int32(0))
+        failed = Int32(ptx.any_lane(ptx.load_rank(flag, rank) != 0))
+    return failed
+
+
+@cute.jit
+def _store_share(
+    cta: _Cta,
+    out: cute.Tensor,
+    output_gate: cute.Tensor,
+    use_output_gate: Int32,
+    chosen: Int32,
+    cluster: Int32,
+    form: cutlass.Constexpr,
+) -> None:
+    cta = _restore(cta, form)
+    # What follows from it would be kept in registers through all loops.
+    cluster = ptx.opaque(cluster)
+    if cluster > FEW_RANKS:
+        _merge_ranks(cta, out, output_gate, use_output_gate, chosen, cluster, _Piece(MAX_CLUSTER, 2), form)
+    else:
+        _merge_ranks(cta, out, output_gate, use_output_gate, chosen, cluster, _Piece(FEW_RANKS, 8), form)
+    # No CTA goes on, or leaves, while another reads its sums.
+    ptx.cluster_arrive()
+    ptx.cluster_wait()
+
+
+@cute.jit
+def _merge_ranks(
+    cta: _Cta,
+    out: cute.Tensor,
+    output_gate: cute.Tensor,
+    use_output_gate: Int32,
+    chosen: Int32,
+    cluster: Int32,
+    piece: cutlass.Constexpr,
+    form: cutlass.Constexpr,
+) -> None:
+    """This rank's share of the output, a warp a piece."""
+    task = cta.split + cluster * cta.warp
+    while task < cta.rows * cta.group * piece.of_row:
+        m = task >> piece.shift
+        row = _row_of(cta, m)
+        if ((Int32(1) << row) & chosen) != 0:
+            dim = (task & (piece.of_row - 1)) * (32 * piece.dims) + cta.lane * piece.dims
+            head = cta.kv_head * cta.group + (m - row * cta.group)
+            source = _row_address(output_gate, cta.row0 + row, head, dim)
+            gates = _gates(source, use_output_gate != 0, piece)
+            values, total = _merged(cta, m, dim, cluster, piece, form)
+            target = _row_address(out, cta.row0 + row, head, dim)
+            _finish(target, gates, use_output_gate, values, total)
+        task += cluster * form.warps
+
+
+def _gates(source: Int64, gated: Any, piece: _Piece) -> list[Int32]:
+    if piece.dims == 2:
+        return [ptx.load_global_if(source, gated, 0)]
+    return list(ptx.load_global4_if(source, gated))
+
+
+def _merged(
+    cta: _Cta, m: Int32, dim: Int32, cluster: Int32, piece: _Piece, form: Form
+) -> tuple[list[Float32], Float32]:
+    """``(sums of this lane's dims of a row, total)`` over all ranks, in their order."""
+    staged = cta.smem + form.ring_at + m * STAGED_ROW
+    # Lane r has the statistics of rank r.
+    there = cta.lane < cluster
+    (top,) = ptx.load_rank_floats_if(staged + HEAD_DIM * 4, cta.lane, 1, there)
+    total = Float32(0.0)
+    quarters = []
+    for part in range(form.warps // 4):
+        at = cta.smem + form.reduce_at + m * (4 * form.warps) + 16 * part
+        quarters.append(ptx.load_rank_floats_if(at, cta.lane, 4, there))
+    wide = min(piece.dims, 4)
+    sums: list[list[Float32]] = []
+    for rank in range(piece.ranks):
+        values: list[Float32] = []
+        for at in range(0, piece.dims, wide):
+            source = staged + dim * 4 + 4 * at
+            values += ptx.load_rank_floats_if(source, Int32(rank), wide, cluster > rank)
+        sums.append(values)
+    for four in quarters:
+        total = total + ((four[0] + four[1]) + (four[2] + four[3]))
+    minus = Float32(float("-inf"))
+    top = ptx.choose_float(there, top, minus)
+    largest = top
+    for power in range(4):
+        largest = ptx.maximum(largest, ptx.shuffle_xor_float(largest, 1 << power))
+    largest = ptx.shuffle_from_float(largest, Int32(0))
+    weight = ptx.exp2(top - ptx.choose_float(largest == minus, Float32(0.0), largest))
+    total = weight * total
+    for power in range(4):
+        total = total + ptx.shuffle_xor_float(total, 1 << power)
+    merged = [Float32(0.0)] * piece.dims
+    for rank in range(piece.ranks):
+        # Ranks beyond the last weigh 0, and their sums are 0.
+        share = ptx.shuffle_from_float(weight, Int32(rank))
+        merged = [a + share * b for a, b in zip(merged, sums[rank], strict=True)]
+    return merged, ptx.shuffle_from_float(total, Int32(0))
 
 
 @cute.jit
@@ -1739,7 +1890,7 @@ def lower(plan: Plan) -> tuple[Callable[..., None], tuple[Any, ...]]:
         Float32(1.0),
         *[Int32(0)] * 3,
     )
-    launch = [Int32(1)] * 10
+    launch = [Int32(1)] * 11
     stream = fakes.stream()
 
     if form.dtype == "bf16":
@@ -1771,6 +1922,7 @@ def lower(plan: Plan) -> tuple[Callable[..., None], tuple[Any, ...]]:
             group_rows: Int32,
             splits: Int32,
             whole_units: Int32,
+            cluster: Int32,
             stream: Any,
         ) -> None:
             ranges.refuse_unless(
@@ -1788,7 +1940,7 @@ def lower(plan: Plan) -> tuple[Callable[..., None], tuple[Any, ...]]:
                 q, k_cache, v_cache, k_cache, v_cache, workspace, workspace, block_table,
                 selected_tokens, request_indices, valid_count, query_positions, output_gate, out,
                 workspace, softmax_scale, use_valid_count, use_query_positions, use_output_gate,
-                Int32(0), requests, tokens, group_rows, splits, whole_units, stream, form,
+                Int32(0), requests, tokens, group_rows, splits, whole_units, cluster, stream, form,
             )  # fmt: skip
 
         return sparse_gqa_verify, (query, *cache, *common, *launch, stream)
@@ -1824,6 +1976,7 @@ def lower(plan: Plan) -> tuple[Callable[..., None], tuple[Any, ...]]:
             group_rows: Int32,
             splits: Int32,
             whole_units: Int32,
+            cluster: Int32,
             stream: Any,
         ) -> None:
             ranges.refuse_unless(
@@ -1841,7 +1994,7 @@ def lower(plan: Plan) -> tuple[Callable[..., None], tuple[Any, ...]]:
                 q, k_cache, v_cache, k_cache, v_cache, k_scale, v_scale, block_table,
                 selected_tokens, request_indices, valid_count, query_positions, output_gate, out,
                 workspace, softmax_scale, use_valid_count, use_query_positions, use_output_gate,
-                Int32(0), requests, tokens, group_rows, splits, whole_units, stream, form,
+                Int32(0), requests, tokens, group_rows, splits, whole_units, cluster, stream, form,
             )  # fmt: skip
 
         return sparse_gqa_verify, (query, *cache, *scalars, *common, *launch, stream)
@@ -1878,6 +2031,7 @@ def lower(plan: Plan) -> tuple[Callable[..., None], tuple[Any, ...]]:
         group_rows: Int32,
         splits: Int32,
         whole_units: Int32,
+        cluster: Int32,
         stream: Any,
     ) -> None:
         ranges.refuse_unless(
@@ -1896,7 +2050,8 @@ def lower(plan: Plan) -> tuple[Callable[..., None], tuple[Any, ...]]:
             q, k_cache, v_cache, k_block_scales, v_block_scales, k_scale, v_scale, block_table,
             selected_tokens, request_indices, valid_count, query_positions, output_gate, out,
             workspace, softmax_scale, use_valid_count, use_query_positions, use_output_gate,
-            v_interleaved, requests, tokens, group_rows, splits, whole_units, stream, form,
+            v_interleaved, requests, tokens, group_rows, splits, whole_units, cluster, stream,
+            form,
         )  # fmt: skip
 
     arguments = (query, *cache, *blocks, *scalars, *common, Int32(0), *launch, stream)
@@ -1995,6 +2150,7 @@ def _launch(
     group_rows: Int32,
     splits: Int32,
     whole_units: Int32,
+    cluster: Int32,
     stream: Any,
     form: cutlass.Constexpr,
 ) -> None:
@@ -2008,17 +2164,18 @@ def _launch(
             q, k_cache, v_cache, k_block_scales, v_block_scales, k_scale, v_scale, block_table,
             selected_tokens, request_indices, valid_count, query_positions, output_gate, out,
             workspace, softmax_scale, use_valid_count, use_query_positions, use_output_gate,
-            v_interleaved, tokens, group_rows, splits, whole_units, form,
+            v_interleaved, tokens, group_rows, splits, whole_units, cluster, form,
         ).launch(
             grid=(whole_units + tail * splits, 1, 1),
             block=(form.threads, 1, 1),
+            cluster=(cluster, 1, 1),
             smem=form.smem_bytes,
             min_blocks_per_mp=resident(form.warps),
             preferred_smem_carveout=100,
             stream=stream,
             use_pdl=True,
         )  # fmt: skip
-        if splits > 1:
+        if (splits > 1) & (cluster == 1):
             rows_to_merge = tail * group_rows * (Int32(q.shape[1]) // kv_heads)
             _merge(
                 q, k_cache, output_gate, out, workspace, use_output_gate, tokens, group_rows,

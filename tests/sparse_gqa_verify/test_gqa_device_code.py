@@ -61,6 +61,7 @@ def _run(ptx: str, dtype: str, case: cases.GqaCase, launch: Launch, eager: bool)
     numbers = [
         whole(x) for x in (launch.tokens, launch.group_rows, launch.splits, launch.whole_units)
     ]
+    cluster = whole(launch.cluster)
     gated = whole(inputs.output_gate is not None)
     q, out, gates = (_tensor(memory, t, 2) for t in (inputs.q, case.out, gate))
     cache = _tensor(memory, inputs.k_cache, 3)
@@ -84,6 +85,7 @@ def _run(ptx: str, dtype: str, case: cases.GqaCase, launch: Launch, eager: bool)
         gated,
         whole(inputs.v_scale_order is VScaleOrder.INTERLEAVED),
         *numbers,
+        cluster,
     ]
     rows, heads, _ = inputs.q.shape
     kv_heads = inputs.k_cache.shape[1]
@@ -92,8 +94,8 @@ def _run(ptx: str, dtype: str, case: cases.GqaCase, launch: Launch, eager: bool)
     m_tiles = -(-launch.group_rows * heads // kv_heads // 16)
     form = Form(dtype, m_tiles, False)
     attend = Machine(ptx, "_attend", memory, arguments, form.smem_bytes, eager)
-    attend.run(launch.whole_units + tail * launch.splits, form.threads)
-    if launch.splits > 1:
+    attend.run(launch.whole_units + tail * launch.splits, form.threads, launch.cluster)
+    if launch.splits > 1 and launch.cluster == 1:
         arguments = [q, cache, gates, out, space, gated, *numbers]
         merge = Machine(ptx, "_merge", memory, arguments, 4096, eager)
         merge.run(tail * launch.group_rows * heads // kv_heads, MERGE_THREADS)
@@ -105,7 +107,10 @@ def _run(ptx: str, dtype: str, case: cases.GqaCase, launch: Launch, eager: bool)
         ("bf16", "sm_90a", 1, 1, Launch(1, 1, 1, 1)),
         ("fp8_e4m3", "sm_90a", 1, 1, Launch(1, 1, 2, 0)),
         ("fp8_e4m3", "sm_90a", 1, 2, Launch(2, 2, 1, 1)),
+        ("bf16", "sm_90a", 2, 1, Launch(1, 1, 5, 0, 5)),
+        ("bf16", "sm_90a", 1, 4, Launch(4, 4, 3, 0, 3)),
         ("nvfp4", "sm_90a", 1, 4, Launch(4, 4, 2, 0)),
+        ("nvfp4", "sm_90a", 1, 2, Launch(2, 2, 16, 0, 16)),
         ("nvfp4", "sm_100a", 2, 1, Launch(1, 1, 2, 1)),
         ("nvfp4", "sm_100a", 1, 2, Launch(2, 2, 1, 1)),
     ],
