@@ -37,8 +37,8 @@ MAX_TOKENS = 8
 MAX_REQUESTS = 256
 #: The merge keeps the statistics of two splits in a lane.
 MAX_SPLITS = 64
-#: CTAs of a cluster at most: what a GPU takes beyond the portable eight.
-MAX_CLUSTER = 16
+#: CTAs of a cluster at most.
+MAX_CLUSTER = 4
 #: Longest list, and highest position, that a union is built from; beyond them rows are done one
 #: after another.
 UNION_LIST = 2176
@@ -48,7 +48,7 @@ UNION_TOKENS = 262144
 #: took 74, 77 and 64 with eight (with four, in an earlier version, 92 and 86 in bf16 and NVFP4);
 #: 128 units of four rows 118, 110 and 98 with four and 107, 105 and 91 with eight; 512 of them 360,
 #: 343 and 294, and 423, 411 and 351. One form for four rows serves both.
-WARPS = {1: 8, 2: 8, 3: 4}
+WARPS = {1: 4, 2: 8, 3: 4}
 #: Tokens of a tile of the inner loop for each warp.
 WARP_TOKENS = 16
 #: What a merge costs, in tiles.

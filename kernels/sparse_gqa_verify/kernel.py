@@ -103,8 +103,6 @@ FETCH_BATCH = 8
 #: two batches.
 MERGE_BATCH = 17
 MERGE_THREADS = HEAD_DIM
-#: Ranks of a cluster, up to which a warp merges whole rows.
-FEW_RANKS = 4
 #: Rows of output whose gates a warp has in flight.
 STORE_BATCH = 2
 
@@ -263,22 +261,6 @@ class _Cta(NamedTuple):
     page_reciprocal: Int32
     pages: Int32
     interleaved: Int32
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """What a warp merges at once: so many dims a lane, of so many ranks at most."""
-
-    ranks: int
-    dims: int
-
-    @property
-    def of_row(self) -> int:
-        return HEAD_DIM // (32 * self.dims)
-
-    @property
-    def shift(self) -> int:
-        return self.of_row.bit_length() - 1
 
 
 def _save(cta: _Cta, form: Form) -> None:
@@ -533,25 +515,27 @@ def _attend(
             failed = ptx.any_thread((odd != odd) | (failed != 0))
         tail = ptx.load_shared(late)
         value_scale = ptx.load_shared_float(late + 4)
+        chosen = ptx.choose(mode == UNION, Int32(-1), Int32(1) << done)
         if cluster > 1:
-            _stage(cta, value_scale, acc, total, form)
-            _stage_tops(cta, top, form)
-            failed = _meet(cta, mode, failed, cluster, form)
-        if failed != 0:
-            mode = Int32(FILTERED)
-            passes = rows
-        else:
-            chosen = ptx.choose(mode == UNION, Int32(-1), Int32(1) << done)
-            if cluster > 1:
+            fresh = _restore(cta, form)
+            _stage(fresh, value_scale, acc, total, form)
+            _stage_tops(fresh, top, form)
+            failed = _meet(fresh, mode, failed, cluster, form)
+            if failed == 0:
                 _store_share(cta, out, output_gate, use_output_gate, chosen, cluster, form)
-            elif (tail < 0) | (splits == 1):
-                _stage(cta, value_scale, acc, total, form)
+        elif failed == 0:
+            if (tail < 0) | (splits == 1):
+                _stage(_restore(cta, form), value_scale, acc, total, form)
                 ptx.barrier()
                 _store_rows(cta, out, output_gate, use_output_gate, chosen, form)
             else:
                 _store_partial(
                     cta, workspace, tail, group_rows, chosen, value_scale, acc, top, total, form
                 )
+        if failed != 0:
+            mode = Int32(FILTERED)
+            passes = rows
+        else:
             done += 1
 
 
@@ -1615,90 +1599,61 @@ def _store_share(
     cluster: Int32,
     form: cutlass.Constexpr,
 ) -> None:
+    """This rank's share of the rows, a warp a row."""
     cta = _restore(cta, form)
     # What follows from it would be kept in registers through all loops.
     cluster = ptx.opaque(cluster)
-    if cluster > FEW_RANKS:
-        _merge_ranks(cta, out, output_gate, use_output_gate, chosen, cluster, _Piece(MAX_CLUSTER, 2), form)
-    else:
-        _merge_ranks(cta, out, output_gate, use_output_gate, chosen, cluster, _Piece(FEW_RANKS, 8), form)
+    m = cta.split + cluster * cta.warp
+    while m < cta.rows * cta.group:
+        row = _row_of(cta, m)
+        if ((Int32(1) << row) & chosen) != 0:
+            head = cta.kv_head * cta.group + (m - row * cta.group)
+            source = _row_address(output_gate, cta.row0 + row, head, cta.lane * 8)
+            gates = list(ptx.load_global4_if(source, use_output_gate != 0))
+            values, total = _merged(cta, m, cluster, form)
+            target = _row_address(out, cta.row0 + row, head, cta.lane * 8)
+            _finish(target, gates, use_output_gate, values, total)
+        m += cluster * form.warps
     # No CTA goes on, or leaves, while another reads its sums.
     ptx.cluster_arrive()
     ptx.cluster_wait()
 
 
-@cute.jit
-def _merge_ranks(
-    cta: _Cta,
-    out: cute.Tensor,
-    output_gate: cute.Tensor,
-    use_output_gate: Int32,
-    chosen: Int32,
-    cluster: Int32,
-    piece: cutlass.Constexpr,
-    form: cutlass.Constexpr,
-) -> None:
-    """This rank's share of the output, a warp a piece."""
-    task = cta.split + cluster * cta.warp
-    while task < cta.rows * cta.group * piece.of_row:
-        m = task >> piece.shift
-        row = _row_of(cta, m)
-        if ((Int32(1) << row) & chosen) != 0:
-            dim = (task & (piece.of_row - 1)) * (32 * piece.dims) + cta.lane * piece.dims
-            head = cta.kv_head * cta.group + (m - row * cta.group)
-            source = _row_address(output_gate, cta.row0 + row, head, dim)
-            gates = _gates(source, use_output_gate != 0, piece)
-            values, total = _merged(cta, m, dim, cluster, piece, form)
-            target = _row_address(out, cta.row0 + row, head, dim)
-            _finish(target, gates, use_output_gate, values, total)
-        task += cluster * form.warps
-
-
-def _gates(source: Int64, gated: Any, piece: _Piece) -> list[Int32]:
-    if piece.dims == 2:
-        return [ptx.load_global_if(source, gated, 0)]
-    return list(ptx.load_global4_if(source, gated))
-
-
-def _merged(
-    cta: _Cta, m: Int32, dim: Int32, cluster: Int32, piece: _Piece, form: Form
-) -> tuple[list[Float32], Float32]:
-    """``(sums of this lane's dims of a row, total)`` over all ranks, in their order."""
+def _merged(cta: _Cta, m: Int32, cluster: Int32, form: Form) -> tuple[list[Float32], Float32]:
+    """``(eight sums at dim 8 lane, total)`` of a row over all ranks, in their order."""
     staged = cta.smem + form.ring_at + m * STAGED_ROW
+    totals = cta.smem + form.reduce_at + m * (4 * form.warps)
     # Lane r has the statistics of rank r.
     there = cta.lane < cluster
     (top,) = ptx.load_rank_floats_if(staged + HEAD_DIM * 4, cta.lane, 1, there)
-    total = Float32(0.0)
-    quarters = []
-    for part in range(form.warps // 4):
-        at = cta.smem + form.reduce_at + m * (4 * form.warps) + 16 * part
-        quarters.append(ptx.load_rank_floats_if(at, cta.lane, 4, there))
-    wide = min(piece.dims, 4)
-    sums: list[list[Float32]] = []
-    for rank in range(piece.ranks):
-        values: list[Float32] = []
-        for at in range(0, piece.dims, wide):
-            source = staged + dim * 4 + 4 * at
-            values += ptx.load_rank_floats_if(source, Int32(rank), wide, cluster > rank)
-        sums.append(values)
-    for four in quarters:
-        total = total + ((four[0] + four[1]) + (four[2] + four[3]))
+    of_warps = [
+        ptx.load_rank_floats_if(totals + 16 * part, cta.lane, 4, there)
+        for part in range(form.warps // 4)
+    ]
+    sums = []
+    for rank in range(MAX_CLUSTER):
+        eight: list[Float32] = []
+        for part in range(2):
+            source = staged + cta.lane * 32 + 16 * part
+            eight += ptx.load_rank_floats_if(source, Int32(rank), 4, cluster > rank)
+        sums.append(eight)
     minus = Float32(float("-inf"))
     top = ptx.choose_float(there, top, minus)
     largest = top
-    for power in range(4):
-        largest = ptx.maximum(largest, ptx.shuffle_xor_float(largest, 1 << power))
-    largest = ptx.shuffle_from_float(largest, Int32(0))
+    for rank in range(MAX_CLUSTER):
+        largest = ptx.maximum(largest, ptx.shuffle_from_float(top, Int32(rank)))
     weight = ptx.exp2(top - ptx.choose_float(largest == minus, Float32(0.0), largest))
-    total = weight * total
-    for power in range(4):
-        total = total + ptx.shuffle_xor_float(total, 1 << power)
-    merged = [Float32(0.0)] * piece.dims
-    for rank in range(piece.ranks):
+    mine = Float32(0.0)
+    for four in of_warps:
+        mine = mine + ((four[0] + four[1]) + (four[2] + four[3]))
+    total = Float32(0.0)
+    merged = [Float32(0.0)] * 8
+    for rank in range(MAX_CLUSTER):
         # Ranks beyond the last weigh 0, and their sums are 0.
         share = ptx.shuffle_from_float(weight, Int32(rank))
+        total = total + share * ptx.shuffle_from_float(mine, Int32(rank))
         merged = [a + share * b for a, b in zip(merged, sums[rank], strict=True)]
-    return merged, ptx.shuffle_from_float(total, Int32(0))
+    return merged, total
 
 
 @cute.jit
