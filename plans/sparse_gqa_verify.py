@@ -51,15 +51,18 @@ UNION_TOKENS = 262144
 WARPS = {1: 4, 2: 8, 3: 4}
 #: Tokens of a tile of the inner loop for each warp.
 WARP_TOKENS = 16
-#: What a merge costs, in tiles.
+#: What a merge in memory costs after a last wave, in tiles.
 MERGE_TILES = 2
+#: What a tile costs where a CTA has its SM for itself, and where two share it; and what a merge in
+#: memory costs, once and for every so many units. On an H200, lone rows in bf16: 1.6 us and 2.5 us
+#: a tile, and a merge of 32, 64 and 96 units 3, 6 and 9 us; groups of four: 2.7 us and 4.5 us.
+TILE_COST = (3, 5)
+MERGE_COST = 2
+MERGE_UNITS = 6
 #: fp32 words of a row of partial results: its sums, and four more of which two are used.
 PARTIAL_WORDS = HEAD_DIM + 4
-#: Fewest units, were every row its own, from which grouping the rows of a request pays. On an H200
-#: with 24/2 heads, 4 rows a request and lists that overlap 90 %, in us, row by row and grouped, in
-#: bf16, NVFP4 and FP8: 32 rows (64 units) 37, 36, 31 and 43, 37, 37; 64 rows 64, 62, 51 and 58, 54,
-#: 52.
-GROUPING_UNITS = 96
+#: Fewest units, were every row its own, from which grouping the rows of a request pays.
+GROUPING_UNITS = 80
 
 
 class VScaleOrder(Enum):
@@ -122,17 +125,44 @@ def group_rows(geometry: Mapping[str, int], requests: int, tokens: int, arch: Ar
         return 1
     rows = -(-tokens // -(-tokens // most))
     half = -(-rows // 2)
-    halves = groups(requests, tokens, half) * geometry["kv_heads"]
-    if m_tiles(geometry, half) == 2 and 2 * arch.sm_count <= 3 * halves <= 3 * arch.sm_count:
-        # Units of half the rows fill the SMs once: 128 of them took 74, 77 and 64 us (bf16, NVFP4,
-        # FP8), and 64 units of four rows 95, 87 and 82 in four splits.
+    units, halves = (groups(requests, tokens, n) * geometry["kv_heads"] for n in (rows, half))
+    pairs = _clusters(2, arch.sm_count)
+    if m_tiles(geometry, half) == 2 and units > _clusters(4, arch.sm_count) and halves <= pairs:
+        # Pairs of CTAs, a unit of half the rows each, fill the SMs once.
         return half
     return rows
 
 
-def _cluster(splits: int) -> int:
+def _clusters(size: int, slots: int) -> int:
+    """Clusters of so many CTAs that fit a GPU with room for ``slots`` CTAs at a time. What a part
+    of the chip has left over takes none: an H200 takes 66, 39 and 30 of two, three and four where a
+    CTA fills an SM, and 132, 79 and 62 where two do.
+    """
+    return slots // size if size <= 2 else 9 * slots // (10 * size)
+
+
+def _forced(splits: int) -> int:
     """CTAs of a cluster where all units are split: all of a unit's, if a cluster holds them."""
     return splits if splits <= MAX_CLUSTER else 1
+
+
+def _split(width: int, units: int, alone: bool, warps: int, arch: Arch) -> tuple[int, int]:
+    """``(splits, CTAs of a cluster)`` that cost least where all units run at a time: tiles a CTA,
+    which take longer where SMs hold two CTAs, and the merge.
+    """
+    slots = arch.sm_count * resident(warps)
+    whole = TILE_COST[units > arch.sm_count]
+    costs = [(_tiles(width, 1, warps) * whole, 1, 1)]
+    for size in range(2, MAX_CLUSTER + 1):
+        if units <= _clusters(size, slots):
+            cost = TILE_COST[units > _clusters(size, arch.sm_count)]
+            costs.append((_tiles(width, size, warps) * cost, size, size))
+    splits = _useful_splits(width, slots // units, warps)
+    if alone and splits > 1:
+        cost = _tiles(width, splits, warps) * TILE_COST[units * splits > arch.sm_count]
+        costs.append((cost + MERGE_COST + units // MERGE_UNITS, splits, 1))
+    _, splits, cluster = min(costs)
+    return splits, cluster
 
 
 def choose(geometry: Mapping[str, int], requests: int, tokens: int, arch: Arch) -> Launch:
@@ -143,12 +173,8 @@ def choose(geometry: Mapping[str, int], requests: int, tokens: int, arch: Arch) 
     width = geometry["selected"]
     slots = arch.sm_count * resident(warps)
     if units < slots:
-        splits = _useful_splits(width, slots // units, warps)
-        if rows > 1 and 2 * units > arch.sm_count:
-            # Most SMs have a unit already. 128 units took 118, 110 and 98 us whole (bf16, NVFP4,
-            # FP8) and 157, 147 and 137 in two splits.
-            splits = 1
-        return Launch(tokens, rows, splits, 0, _cluster(splits))
+        splits, cluster = _split(width, units, rows == 1, warps, arch)
+        return Launch(tokens, rows, splits, 0, cluster)
     whole = units // slots * slots
     rest = units - whole
     if rest:
@@ -231,7 +257,7 @@ class _SparseGqaVerify:
             raise ValueError(f"splits is {splits}; it must be between 1 and {MAX_SPLITS}")
         launch = choose(geometry, requests, tokens, arch)
         if splits != launch.splits:
-            launch = Launch(tokens, launch.group_rows, splits, 0, _cluster(splits))
+            launch = Launch(tokens, launch.group_rows, splits, 0, _forced(splits))
         return (
             Plan(
                 family=self.name,

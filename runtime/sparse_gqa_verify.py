@@ -37,7 +37,7 @@ _BLOCK_SCALES = (3, 4)
 _GATE = -3
 #: Where the words of the workspace and the splits stand among the integers, from the end. A call
 #: with 0 splits is checked like any other and launches nothing.
-_WORDS, _SPLITS = -5, -2
+_WORDS, _SPLITS = -6, -3
 _LINEAR, _INTERLEAVED = planning.VScaleOrder.LINEAR, planning.VScaleOrder.INTERLEAVED
 _BF16, _FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -273,7 +273,7 @@ class SparseGqaVerify(Op):
         if not made:
             return made if made is not None else no_launch
         function, tensors, scalars = made
-        idle = (*scalars[:_SPLITS], 0, scalars[-1])
+        idle = (*scalars[:_SPLITS], 0, *scalars[_SPLITS + 1 :])
         fitted = self._launched(function, tensors, scalars, idle)
         if isinstance(fitted, Uncertified):
             return fitted
@@ -502,7 +502,7 @@ class SparseGqaVerify(Op):
 
     @classmethod
     def idle_arguments(cls, plan: PlanRecord, device: torch.device) -> tuple[Any, ...]:
-        """A row of no request, split in two: it loads both kernels, and writes only buffers of its
+        """A row of no request, split in two and merged in memory; it writes only buffers of its
         own.
         """
         dtype = dict(plan.spec)["dtype"]
@@ -547,6 +547,13 @@ class SparseGqaVerify(Op):
             *(1, 1, 1, 4, 1, words),
             *(1, 1, 2, 0, 1),
         )
+
+    @classmethod
+    def further_idle_arguments(
+        cls, plan: PlanRecord, device: torch.device
+    ) -> tuple[tuple[Any, ...], ...]:
+        """The same, merged in a cluster: a plan may have a kernel of its own for it."""
+        return ((*cls.idle_arguments(plan, device)[:-1], 2),)
 
 
 _GEOMETRY = ("q_heads", "kv_heads", "head_dim", "page_size", "selected")

@@ -337,8 +337,11 @@ def _attend(
     splits: Int32,
     whole_units: Int32,
     cluster: Int32,
+    alone: cutlass.Constexpr,
     form: cutlass.Constexpr,
 ) -> None:
+    if cutlass.const_expr(alone):
+        cluster = Int32(1)
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     smem = cute.arch.get_dyn_smem(Uint8, alignment=128).toint()
@@ -2115,21 +2118,22 @@ def _launch(
     tail = units - whole_units
     # No splits: a call that checks its arguments and launches nothing.
     if splits > 0:
-        _attend(
+        arguments = (
             q, k_cache, v_cache, k_block_scales, v_block_scales, k_scale, v_scale, block_table,
             selected_tokens, request_indices, valid_count, query_positions, output_gate, out,
             workspace, softmax_scale, use_valid_count, use_query_positions, use_output_gate,
-            v_interleaved, tokens, group_rows, splits, whole_units, cluster, form,
-        ).launch(
-            grid=(whole_units + tail * splits, 1, 1),
-            block=(form.threads, 1, 1),
-            cluster=(cluster, 1, 1),
-            smem=form.smem_bytes,
-            min_blocks_per_mp=resident(form.warps),
-            preferred_smem_carveout=100,
-            stream=stream,
-            use_pdl=True,
+            v_interleaved, tokens, group_rows, splits, whole_units, cluster,
         )  # fmt: skip
+        ctas = whole_units + tail * splits
+        if cutlass.const_expr(form.m_tiles == 1):
+            # Even a cluster of one costs where a launch fills few SMs: 9.4 us in place of 8.4 at a
+            # row on an H200.
+            if cluster > 1:
+                _start(_attend(*arguments, False, form), ctas, cluster, stream, form)
+            else:
+                _start(_attend(*arguments, True, form), ctas, None, stream, form)
+        else:
+            _start(_attend(*arguments, False, form), ctas, cluster, stream, form)
         if (splits > 1) & (cluster == 1):
             rows_to_merge = tail * group_rows * (Int32(q.shape[1]) // kv_heads)
             _merge(
@@ -2141,3 +2145,16 @@ def _launch(
                 stream=stream,
                 use_pdl=True,
             )  # fmt: skip
+
+
+def _start(kernel: Any, ctas: Int32, cluster: Int32 | None, stream: Any, form: Form) -> None:
+    kernel.launch(
+        grid=(ctas, 1, 1),
+        block=(form.threads, 1, 1),
+        cluster=None if cluster is None else (cluster, 1, 1),
+        smem=form.smem_bytes,
+        min_blocks_per_mp=resident(form.warps),
+        preferred_smem_carveout=100,
+        stream=stream,
+        use_pdl=True,
+    )

@@ -106,13 +106,11 @@ def test_pages_beyond_four_gibibytes(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_fused_gate_is_a_separate_gate_in_every_variant(pack: specplan.Pack, dtype: str) -> None:
-    """One-split, all-split and split last wave, lone rows and groups: all sizes of 1 and 4 tokens
-    up to 256 requests that are powers of two or one more.
-    """
+    """One-split, all-split with either merge, and split last wave; lone rows and groups."""
     geometry = geometry_of(pack)
     kinds = set()
     for tokens in (1, 4):
-        for requests in (1, 2, 3, 5, 9, 17, 33, 65, 129, 256):
+        for requests in (1, 2, 3, 5, 9, 17, 33, 65, 129, 140, 256):
             gated = cases.make_inputs(
                 geometry, requests, tokens, dtype, "cuda", seed=requests, context=2600
             )
@@ -123,9 +121,14 @@ def test_a_fused_gate_is_a_separate_gate_in_every_variant(pack: specplan.Pack, d
             picked = pack.sparse_gqa_verify.pick(
                 problem="qsa_24_2", requests=requests, tokens=tokens, dtype=dtype
             )
-            split, whole = picked.launch["splits"] > 1, picked.launch["whole_units"] > 0
-            kinds.add((split, whole, picked.launch["group_rows"] > 1))
-    assert {(True, False, False), (False, True, True)} <= kinds
+            launch = picked.launch
+            merge = "cluster" if launch["cluster"] > 1 else "memory"
+            kind = "last wave" if launch["whole_units"] else merge
+            kinds.add((kind if launch["splits"] > 1 else "one", launch["group_rows"] > 1))
+    assert kinds == {
+        *(("one", False), ("memory", False), ("cluster", False), ("last wave", False)),
+        *(("one", True), ("cluster", True), ("last wave", True)),
+    }
 
 
 @pytest.mark.gpu

@@ -67,11 +67,13 @@ class Instruction:
     target: int = -1
 
 
-def parse(ptx: str, entry: str) -> tuple[list[Instruction], list[str]]:
-    """Instructions and parameter names of the entry whose name contains ``entry``."""
+def parse(ptx: str, entry: str, number: int = 0) -> tuple[list[Instruction], list[str]]:
+    """Instructions and parameter names of an entry: of those whose name contains ``entry``, which
+    may be two, the one at ``number``.
+    """
     text = re.sub(r"//[^\n]*", "", ptx)
     _, *bodies = re.split(r"\.visible \.entry", text)
-    (chosen,) = (body for body in bodies if entry in body.partition("(")[0])
+    chosen = [body for body in bodies if entry in body.partition("(")[0]][number]
     header, _, rest = chosen.partition("{")
     parameters = re.findall(r"(\w+_param_\d+)", header)
     labels: dict[str, int] = {}
@@ -645,9 +647,16 @@ class Machine:
     """One kernel with its parameters in place."""
 
     def __init__(
-        self, ptx: str, entry: str, memory: Memory, arguments: list[bytes], shared: int, eager: bool
+        self,
+        ptx: str,
+        entry: str,
+        memory: Memory,
+        arguments: list[bytes],
+        shared: int,
+        eager: bool,
+        number: int = 0,
     ) -> None:
-        self.code, names = parse(ptx, entry)
+        self.code, names = parse(ptx, entry, number)
         assert len(names) == len(arguments), (len(names), len(arguments))
         self.parameters = dict(zip(names, arguments, strict=True))
         self.memory = memory

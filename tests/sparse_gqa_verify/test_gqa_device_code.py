@@ -93,7 +93,9 @@ def _run(ptx: str, dtype: str, case: cases.GqaCase, launch: Launch, eager: bool)
     tail -= launch.whole_units
     m_tiles = -(-launch.group_rows * heads // kv_heads // 16)
     form = Form(dtype, m_tiles, False)
-    attend = Machine(ptx, "_attend", memory, arguments, form.smem_bytes, eager)
+    # One MMA tile has a kernel of its own, the last, for launches without clusters.
+    number = -1 if launch.cluster == 1 else 0
+    attend = Machine(ptx, "_attend", memory, arguments, form.smem_bytes, eager, number)
     attend.run(launch.whole_units + tail * launch.splits, form.threads, launch.cluster)
     if launch.splits > 1 and launch.cluster == 1:
         arguments = [q, cache, gates, out, space, gated, *numbers]
@@ -107,10 +109,10 @@ def _run(ptx: str, dtype: str, case: cases.GqaCase, launch: Launch, eager: bool)
         ("bf16", "sm_90a", 1, 1, Launch(1, 1, 1, 1)),
         ("fp8_e4m3", "sm_90a", 1, 1, Launch(1, 1, 2, 0)),
         ("fp8_e4m3", "sm_90a", 1, 2, Launch(2, 2, 1, 1)),
-        ("bf16", "sm_90a", 2, 1, Launch(1, 1, 5, 0, 5)),
-        ("bf16", "sm_90a", 1, 4, Launch(4, 4, 3, 0, 3)),
+        ("bf16", "sm_90a", 2, 1, Launch(1, 1, 3, 0, 3)),
+        ("bf16", "sm_90a", 1, 4, Launch(4, 4, 4, 0, 4)),
         ("nvfp4", "sm_90a", 1, 4, Launch(4, 4, 2, 0)),
-        ("nvfp4", "sm_90a", 1, 2, Launch(2, 2, 16, 0, 16)),
+        ("nvfp4", "sm_90a", 1, 2, Launch(2, 2, 2, 0, 2)),
         ("nvfp4", "sm_100a", 2, 1, Launch(1, 1, 2, 1)),
         ("nvfp4", "sm_100a", 1, 2, Launch(2, 2, 1, 1)),
     ],
@@ -132,7 +134,10 @@ def test_device_code_computes_the_reference(
                 assert found.error <= found.bound, (case.name, found)
 
 
-def test_nan_in_v_reaches_the_rows_that_list_it_and_no_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launch", [Launch(4, 4, 1, 1), Launch(4, 4, 2, 0, 2)])
+def test_nan_in_v_reaches_the_rows_that_list_it_and_no_others(
+    launch: Launch, tmp_path: Path
+) -> None:
     name = "sparse_gqa_verify"
     spec = (("dtype", "bf16"), ("m_tiles", 3))
     ptx = _compile(Plan(name, name, "sm_90a", spec), tmp_path)
@@ -143,7 +148,7 @@ def test_nan_in_v_reaches_the_rows_that_list_it_and_no_others(tmp_path: Path) ->
     page = inputs.block_table[0, token // PROBLEM["page_size"]]
     inputs.v_cache[page, :, token % PROBLEM["page_size"]] = torch.nan
     wanted = cases.expected(inputs)
-    _run(ptx, "bf16", case, Launch(4, 4, 1, 1), False)
+    _run(ptx, "bf16", case, launch, False)
     listing = torch.tensor([token in chosen for chosen in lists])
     assert case.out[listing].isnan().all() and wanted[listing].isnan().all()
     difference = case.out[~listing].float() - wanted[~listing].float()
