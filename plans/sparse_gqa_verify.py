@@ -53,12 +53,14 @@ WARPS = {1: 4, 2: 8, 3: 4}
 WARP_TOKENS = 16
 #: What a merge in memory costs after a last wave, in tiles.
 MERGE_TILES = 2
-#: What a tile costs where a CTA has its SM for itself, and where two share it; and what a merge in
-#: memory costs, once and for every so many units. On an H200, lone rows in bf16: 1.6 us and 2.5 us
-#: a tile, and a merge of 32, 64 and 96 units 3, 6 and 9 us; groups of four: 2.7 us and 4.5 us.
-TILE_COST = (3, 5)
-MERGE_COST = 2
-MERGE_UNITS = 6
+#: What a tile costs where a CTA has its SM for itself, and where two share it, of lone rows and of
+#: groups; and what a merge in memory costs lone rows, once and for every so many units. On an H200
+#: in bf16: 1.6 us and 2.5 us a tile of lone rows, 2.7 us and 4.5 us of four rows, and 3, 6 and 9 us
+#: a merge of 32, 64 and 96 units of lone rows.
+LONE_TILE = (2, 3)
+GROUP_TILE = (3, 5)
+MERGE_COST = 1
+MERGE_UNITS = 10
 #: fp32 words of a row of partial results: its sums, and four more of which two are used.
 PARTIAL_WORDS = HEAD_DIM + 4
 #: Fewest units, were every row its own, from which grouping the rows of a request pays.
@@ -151,16 +153,21 @@ def _split(width: int, units: int, alone: bool, warps: int, arch: Arch) -> tuple
     which take longer where SMs hold two CTAs, and the merge.
     """
     slots = arch.sm_count * resident(warps)
-    whole = TILE_COST[units > arch.sm_count]
-    costs = [(_tiles(width, 1, warps) * whole, 1, 1)]
+    single, shared = LONE_TILE if alone else GROUP_TILE
+    if resident(warps) == 1:
+        shared = single
+    costs = [(_tiles(width, 1, warps) * (single if units <= arch.sm_count else shared), 1, 1)]
     for size in range(2, MAX_CLUSTER + 1):
         if units <= _clusters(size, slots):
-            cost = TILE_COST[units > _clusters(size, arch.sm_count)]
-            costs.append((_tiles(width, size, warps) * cost, size, size))
+            # Clusters of three took as long as if two of their CTAs shared an SM while others were
+            # free.
+            spread = size % 2 == 0 and units <= _clusters(size, arch.sm_count)
+            costs.append((_tiles(width, size, warps) * (single if spread else shared), size, size))
     splits = _useful_splits(width, slots // units, warps)
     if alone and splits > 1:
-        cost = _tiles(width, splits, warps) * TILE_COST[units * splits > arch.sm_count]
-        costs.append((cost + MERGE_COST + units // MERGE_UNITS, splits, 1))
+        tile = single if units * splits <= arch.sm_count else shared
+        merge = MERGE_COST + units // MERGE_UNITS
+        costs.append((_tiles(width, splits, warps) * tile + merge, splits, 1))
     _, splits, cluster = min(costs)
     return splits, cluster
 
