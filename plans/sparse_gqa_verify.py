@@ -10,9 +10,11 @@ a group fills, and the rest are launch integers:
 ``group_rows``   rows of a group; a request has ``ceil(tokens / group_rows)`` groups
 ``whole_units``  units that one CTA takes alone, the first ones, before others are split
 ``splits``       CTAs that share each unit beyond those
+``cluster``      CTAs of a cluster: ``splits`` where a unit's splits merge in shared memory, or 1
 
-One-split: a CTA a unit, ``splits`` 1. All-split with merge: no unit is whole. Split last wave: full
-waves of whole units, and the remainder split so that the last wave ends sooner.
+One-split: a CTA a unit, ``splits`` 1. All-split: no unit is whole, and the splits merge in clusters
+or through the workspace. Split last wave: full waves of whole units, and the remainder split so
+that the last wave ends sooner, merged through the workspace.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ MAX_TOKENS = 8
 MAX_REQUESTS = 256
 #: The merge keeps the statistics of two splits in a lane.
 MAX_SPLITS = 64
-#: CTAs of a cluster at most.
+#: CTAs of a cluster at most: larger ones leave SMs without work.
 MAX_CLUSTER = 4
 #: Longest list, and highest position, that a union is built from; beyond them rows are done one
 #: after another.
@@ -45,9 +47,10 @@ UNION_LIST = 2176
 UNION_TOKENS = 262144
 #: Warps of a CTA by the MMA tiles that its group fills: four, and two CTAs an SM, or eight, and the
 #: SM for itself. On an H200, in us in bf16, NVFP4 and FP8, with 24/2 heads: 128 units of two rows
-#: took 74, 77 and 64 with eight (with four, in an earlier version, 92 and 86 in bf16 and NVFP4);
-#: 128 units of four rows 118, 110 and 98 with four and 107, 105 and 91 with eight; 512 of them 360,
-#: 343 and 294, and 423, 411 and 351. One form for four rows serves both.
+#: took 74, 77 and 64 with eight (with four, in an earlier version, 92 and 86 in bf16 and NVFP4). Of
+#: four rows, 64 units in pairs of CTAs took 67, 63 and 58 with four and 64, 62 and 56 with eight,
+#: 128 units 105, 94 and 84 and, whole, 106, 103 and 92, and 512 of them 360, 343 and 294, and 423,
+#: 411 and 351. One form for four rows serves all.
 WARPS = {1: 4, 2: 8, 3: 4}
 #: Tokens of a tile of the inner loop for each warp.
 WARP_TOKENS = 16
@@ -63,7 +66,10 @@ MERGE_COST = 1
 MERGE_UNITS = 10
 #: fp32 words of a row of partial results: its sums, and four more of which two are used.
 PARTIAL_WORDS = HEAD_DIM + 4
-#: Fewest units, were every row its own, from which grouping the rows of a request pays.
+#: Fewest units, were every row its own, from which grouping the rows of a request pays. On an H200
+#: with 24/2 heads, 4 rows a request and lists that overlap 90 %, in us, row by row and grouped, in
+#: bf16, NVFP4 and FP8: 36 rows (72 units) 35, 33, 29 and 42, 39, 36; 48 rows 50, 47, 41 and 41, 40,
+#: 37.
 GROUPING_UNITS = 80
 
 

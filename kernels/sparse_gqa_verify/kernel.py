@@ -20,7 +20,7 @@ valid_count           int32 [N]           any int32 [N] tensor if unused
 query_positions       int32 [N]           any int32 [N] tensor if unused
 output_gate           bf16 [N, Hq, 256]   like q; any such tensor if unused
 out                   bf16 [N, Hq, 256]   like q
-workspace             fp32 [words]        16-byte aligned; unused if splits is 1
+workspace             fp32 [words]        16-byte aligned; unused if splits is 1 or cluster is not
 softmax_scale         float
 use_valid_count       0 or 1
 use_query_positions   0 or 1
@@ -31,15 +31,17 @@ kv_heads, page_size,
 width
 words                 the plan's words    ``plans.sparse_gqa_verify.workspace_words``
 tokens, group_rows,   the plan's launch   ``plans/sparse_gqa_verify.py``
-splits, whole_units                       splits 0: a call that checks, and launches nothing
+splits, whole_units,                      splits 0: a call that checks, and launches nothing
+cluster
 ====================  ==================  ========================================================
 
 The host side raises RuntimeError and launches nothing unless the tensors have the plan's sizes, the
 workspace has its words, ``softmax_scale`` is finite and above 0, an interleaved V scale plane has
 token stride 16, ``out`` and a used workspace overlap no other argument, and the rows of ``out``
 share no memory. **The planning rule sees to it** that Hq is a multiple of Hk and fits the plan's
-``m_tiles``: ``ceil(group_rows * Hq / Hk / 16)``; that T is a multiple of 4; and that W times
-``splits`` is below 2^31.
+``m_tiles``: ``ceil(group_rows * Hq / Hk / 16)``; that T is a multiple of 4; that W times ``splits``
+is below 2^31; and that ``cluster`` is 1, or ``splits`` where no unit is whole and splits are at
+most ``MAX_CLUSTER``.
 
 **Work.** A CTA takes one K/V head of a group of rows, or a split of it. It fills a *window* with
 what the rows attend, then walks it in tiles of 16 tokens a warp: four warps and two CTAs an SM, or
@@ -55,7 +57,9 @@ order of threads: runs repeat bit for bit.
 scale is exact there); Q goes to fp16 scaled by a power of two for each row, exact down to 2^-28 of
 the row's largest magnitude; the global scales and these powers of two multiply the fp32 scores and
 sums. Softmax is online in fp32. Split results are fp32 sums before division, with their maximum in
-log2 units and total, merged in the order of the splits by a second kernel of the same call.
+log2 units and total, merged in the order of the splits: where the splits of a unit are a cluster,
+each of its CTAs merges a share of the rows out of the shared memory of all, and a union that fails
+in one is done again in all; else a second kernel of the same call merges them out of the workspace.
 
 The gate multiplies the rounded output by a sigmoid that repeats CUDA's ``expf`` and a correctly
 rounded reciprocal, so that a fused gate equals ``(out.float() *
@@ -85,7 +89,7 @@ from specplan.plans.sparse_gqa_verify import (
     resident,
 )
 
-#: Entries of a lone row that a thread looks up before anything else is known, by the warps of a CTA.
+#: Entries of a lone row that a thread looks up before anything else is known, by a CTA's warps.
 EARLY = {4: 4, 8: 3}
 #: Turns of the look-up of a union's pages where a split leaves few entries.
 FEW = 3
@@ -340,6 +344,7 @@ def _attend(
     alone: cutlass.Constexpr,
     form: cutlass.Constexpr,
 ) -> None:
+    # ``alone``: for launches without clusters only.
     if cutlass.const_expr(alone):
         cluster = Int32(1)
     thread, _, _ = cute.arch.thread_idx()
@@ -1563,7 +1568,7 @@ def _sigmoid(value: Float32) -> Float32:
     return ptx.exact_reciprocal(Float32(1.0) + ptx.exponential(-value))
 
 
-# ----- splits that are CTAs of a cluster: each merges a share of the rows, from where all staged them
+# ----- splits in a cluster: each merges a share of the rows, from where all staged them -----------
 
 
 @cute.jit
@@ -1576,9 +1581,7 @@ def _stage_tops(cta: _Cta, top: Any, form: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def _meet(
-    cta: _Cta, mode: Int32, failed: Int32, cluster: Int32, form: cutlass.Constexpr
-) -> Int32:
+def _meet(cta: _Cta, mode: Int32, failed: Int32, cluster: Int32, form: cutlass.Constexpr) -> Int32:
     """Waits until all splits have staged their sums; whether the union failed in any of them."""
     flag = cta.smem + form.share_at + 40
     # A union comes first if at all, so that no split writes this again while another reads it.

@@ -306,14 +306,12 @@ def store_shared_if(address: Int32, value: Int32, condition: Boolean) -> None:
     _emit("memory", "", text, "rrr", [address, value, Int32(condition)], True)
 
 
-# ----- shared memory of the CTAs of a cluster ------------------------------------------------------
+# ----- shared memory of the CTAs of a cluster -----------------------------------------------------
 
 
 def load_rank(address: Int32, rank: Int32) -> Int32:
     """The word that CTA ``rank`` of the cluster has at this CTA's ``address``."""
-    text = (
-        "{ .reg .b32 a; mapa.shared::cluster.u32 a, $1, $2; ld.shared::cluster.b32 $0, [a]; }"
-    )
+    text = "{ .reg .b32 a; mapa.shared::cluster.u32 a, $1, $2; ld.shared::cluster.b32 $0, [a]; }"
     return Int32(_emit("memory", "r", text, "rr", [address, rank], True))
 
 

@@ -681,9 +681,7 @@ class Machine:
                 if not met[0]:
                     break
 
-    def _cta(
-        self, cta: int, threads: int, ranks: list[np.ndarray], rank: int
-    ) -> Iterator[bool]:
+    def _cta(self, cta: int, threads: int, ranks: list[np.ndarray], rank: int) -> Iterator[bool]:
         """One CTA; yields at barriers of the cluster."""
         warps = [_Warp(i, self.code, self, cta, ranks, rank) for i in range(threads // 32)]
         flows = [warp.run() for warp in warps]

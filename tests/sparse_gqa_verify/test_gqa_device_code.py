@@ -134,6 +134,21 @@ def test_device_code_computes_the_reference(
                 assert found.error <= found.bound, (case.name, found)
 
 
+def test_a_union_that_fails_in_one_split_is_done_again_in_all(tmp_path: Path) -> None:
+    """A token listed twice, which one CTA of the cluster alone meets."""
+    name = "sparse_gqa_verify"
+    ptx = _compile(Plan(name, name, "sm_90a", (("dtype", "bf16"), ("m_tiles", 2))), tmp_path)
+    case = next(cases.checks(PROBLEM, 1, 2, 1, "bf16", "cpu"))
+    inputs = case.inputs
+    lists = inputs.selected_tokens
+    assert all(len(set(row[row >= 0].tolist())) == int((row >= 0).sum()) for row in lists)
+    inputs.selected_tokens[0, 1] = lists[0, 0]
+    wanted = cases.expected(inputs)
+    _run(ptx, "bf16", case, Launch(2, 2, 2, 0, 2), False)
+    difference = case.out.float() - wanted.float()
+    assert difference.norm() < cases.RELATIVE_L2 * wanted.float().norm()
+
+
 @pytest.mark.parametrize("launch", [Launch(4, 4, 1, 1), Launch(4, 4, 2, 0, 2)])
 def test_nan_in_v_reaches_the_rows_that_list_it_and_no_others(
     launch: Launch, tmp_path: Path
