@@ -1123,12 +1123,12 @@ def _fetch_k(
                 source = _source(plane, page, slot) + Int64(chunk * 16)
                 ptx.copy16(ring + target, source, listed)
         if cutlass.const_expr(form.dtype == "nvfp4"):
-            # Lanes 16 .. 31 fetch what lanes 0 .. 15 do.
-            token = cta.warp * 16 + (cta.lane & 15)
+            # Half of a token's 16 scales a lane.
+            token, half = cta.warp * 16 + (cta.lane >> 1), (cta.lane & 1) * 8
             page, slot, listed = _entry(cta, base + token, shift, form)
-            source = _source(_plane(cta, 2, form), page, slot)
-            target = cta.smem + form.k_scales_at + (stage * form.tile + token) * 16
-            ptx.copy16(target, source, listed)
+            source = _source(_plane(cta, 2, form), page, slot) + Int64(half)
+            target = cta.smem + form.k_scales_at + (stage * form.tile + token) * 16 + half
+            ptx.copy8(target, source, listed)
     ptx.commit()
 
 
