@@ -293,8 +293,9 @@ class SparseGqaVerify(Op):
         arch: str | None = None,
         **geometry: int,
     ) -> int:
-        """fp32 words that a call of this size needs as its workspace, 0 where nothing is split; the
-        parameters are those of :meth:`pick`. Looks at no tensor and at no GPU.
+        """fp32 words that a call of this size needs as its workspace, 0 where nothing is split or
+        splits merge in clusters; the parameters are those of :meth:`pick`. Looks at no tensor and
+        at no GPU.
 
         A larger call may need less: a server takes the largest over the sizes that it launches.
 
