@@ -10,9 +10,11 @@ a group fills, and the rest are launch integers:
 ``group_rows``   rows of a group; a request has ``ceil(tokens / group_rows)`` groups
 ``whole_units``  units that one CTA takes alone, the first ones, before others are split
 ``splits``       CTAs that share each unit beyond those
+``cluster``      CTAs of a cluster: ``splits`` where a unit's splits merge in shared memory, or 1
 
-One-split: a CTA a unit, ``splits`` 1. All-split with merge: no unit is whole. Split last wave: full
-waves of whole units, and the remainder split so that the last wave ends sooner.
+One-split: a CTA a unit, ``splits`` 1. All-split: no unit is whole, and the splits merge in clusters
+or through the workspace. Split last wave: full waves of whole units, and the remainder split so
+that the last wave ends sooner, merged through the workspace.
 """
 
 from __future__ import annotations
@@ -37,27 +39,38 @@ MAX_TOKENS = 8
 MAX_REQUESTS = 256
 #: The merge keeps the statistics of two splits in a lane.
 MAX_SPLITS = 64
+#: CTAs of a cluster at most: larger ones leave SMs without work.
+MAX_CLUSTER = 4
 #: Longest list, and highest position, that a union is built from; beyond them rows are done one
 #: after another.
 UNION_LIST = 2176
 UNION_TOKENS = 262144
 #: Warps of a CTA by the MMA tiles that its group fills: four, and two CTAs an SM, or eight, and the
 #: SM for itself. On an H200, in us in bf16, NVFP4 and FP8, with 24/2 heads: 128 units of two rows
-#: took 74, 77 and 64 with eight (with four, in an earlier version, 92 and 86 in bf16 and NVFP4);
-#: 128 units of four rows 118, 110 and 98 with four and 107, 105 and 91 with eight; 512 of them 360,
-#: 343 and 294, and 423, 411 and 351. One form for four rows serves both.
+#: took 74, 77 and 64 with eight (with four, in an earlier version, 92 and 86 in bf16 and NVFP4). Of
+#: four rows, 64 units in pairs of CTAs took 67, 63 and 58 with four and 64, 62 and 56 with eight,
+#: 128 units 105, 94 and 84 and, whole, 106, 103 and 92, and 512 of them 360, 343 and 294, and 423,
+#: 411 and 351. One form for four rows serves all.
 WARPS = {1: 4, 2: 8, 3: 4}
 #: Tokens of a tile of the inner loop for each warp.
 WARP_TOKENS = 16
-#: What a merge costs, in tiles.
+#: What a merge in memory costs after a last wave, in tiles.
 MERGE_TILES = 2
+#: What a tile costs where a CTA has its SM for itself, and where two share it, of lone rows and of
+#: groups; and what a merge in memory costs lone rows, once and for every so many units. On an H200
+#: in bf16: 1.6 us and 2.5 us a tile of lone rows, 2.7 us and 4.5 us of four rows, and 3, 6 and 9 us
+#: a merge of 32, 64 and 96 units of lone rows.
+LONE_TILE = (2, 3)
+GROUP_TILE = (3, 5)
+MERGE_COST = 1
+MERGE_UNITS = 10
 #: fp32 words of a row of partial results: its sums, and four more of which two are used.
 PARTIAL_WORDS = HEAD_DIM + 4
 #: Fewest units, were every row its own, from which grouping the rows of a request pays. On an H200
 #: with 24/2 heads, 4 rows a request and lists that overlap 90 %, in us, row by row and grouped, in
-#: bf16, NVFP4 and FP8: 32 rows (64 units) 37, 36, 31 and 43, 37, 37; 64 rows 64, 62, 51 and 58, 54,
-#: 52.
-GROUPING_UNITS = 96
+#: bf16, NVFP4 and FP8: 36 rows (72 units) 35, 33, 29 and 42, 39, 36; 48 rows 50, 47, 41 and 41, 40,
+#: 37.
+GROUPING_UNITS = 80
 
 
 class VScaleOrder(Enum):
@@ -80,6 +93,7 @@ class Launch:
     group_rows: int
     splits: int
     whole_units: int
+    cluster: int = 1
 
 
 def m_tiles(geometry: Mapping[str, int], group_rows: int) -> int:
@@ -119,12 +133,49 @@ def group_rows(geometry: Mapping[str, int], requests: int, tokens: int, arch: Ar
         return 1
     rows = -(-tokens // -(-tokens // most))
     half = -(-rows // 2)
-    halves = groups(requests, tokens, half) * geometry["kv_heads"]
-    if m_tiles(geometry, half) == 2 and 2 * arch.sm_count <= 3 * halves <= 3 * arch.sm_count:
-        # Units of half the rows fill the SMs once: 128 of them took 74, 77 and 64 us (bf16, NVFP4,
-        # FP8), and 64 units of four rows 95, 87 and 82 in four splits.
+    units, halves = (groups(requests, tokens, n) * geometry["kv_heads"] for n in (rows, half))
+    pairs = _clusters(2, arch.sm_count)
+    if m_tiles(geometry, half) == 2 and units > _clusters(4, arch.sm_count) and halves <= pairs:
+        # Pairs of CTAs, a unit of half the rows each, fill the SMs once.
         return half
     return rows
+
+
+def _clusters(size: int, slots: int) -> int:
+    """Clusters of so many CTAs that fit a GPU with room for ``slots`` CTAs at a time. What a part
+    of the chip has left over takes none: an H200 takes 66, 39 and 30 of two, three and four where a
+    CTA fills an SM, and 132, 79 and 62 where two do.
+    """
+    return slots // size if size <= 2 else 9 * slots // (10 * size)
+
+
+def _forced(splits: int) -> int:
+    """CTAs of a cluster where all units are split: all of a unit's, if a cluster holds them."""
+    return splits if splits <= MAX_CLUSTER else 1
+
+
+def _split(width: int, units: int, alone: bool, warps: int, arch: Arch) -> tuple[int, int]:
+    """``(splits, CTAs of a cluster)`` that cost least where all units run at a time: tiles a CTA,
+    which take longer where SMs hold two CTAs, and the merge.
+    """
+    slots = arch.sm_count * resident(warps)
+    single, shared = LONE_TILE if alone else GROUP_TILE
+    if resident(warps) == 1:
+        shared = single
+    costs = [(_tiles(width, 1, warps) * (single if units <= arch.sm_count else shared), 1, 1)]
+    for size in range(2, MAX_CLUSTER + 1):
+        if units <= _clusters(size, slots):
+            # Clusters of three took as long as if two of their CTAs shared an SM while others were
+            # free.
+            spread = size % 2 == 0 and units <= _clusters(size, arch.sm_count)
+            costs.append((_tiles(width, size, warps) * (single if spread else shared), size, size))
+    splits = _useful_splits(width, slots // units, warps)
+    if alone and splits > 1:
+        tile = single if units * splits <= arch.sm_count else shared
+        merge = MERGE_COST + units // MERGE_UNITS
+        costs.append((_tiles(width, splits, warps) * tile + merge, splits, 1))
+    _, splits, cluster = min(costs)
+    return splits, cluster
 
 
 def choose(geometry: Mapping[str, int], requests: int, tokens: int, arch: Arch) -> Launch:
@@ -135,12 +186,8 @@ def choose(geometry: Mapping[str, int], requests: int, tokens: int, arch: Arch) 
     width = geometry["selected"]
     slots = arch.sm_count * resident(warps)
     if units < slots:
-        splits = _useful_splits(width, slots // units, warps)
-        if rows > 1 and 2 * units > arch.sm_count:
-            # Most SMs have a unit already. 128 units took 118, 110 and 98 us whole (bf16, NVFP4,
-            # FP8) and 157, 147 and 137 in two splits.
-            splits = 1
-        return Launch(tokens, rows, splits, 0)
+        splits, cluster = _split(width, units, rows == 1, warps, arch)
+        return Launch(tokens, rows, splits, 0, cluster)
     whole = units // slots * slots
     rest = units - whole
     if rest:
@@ -159,13 +206,14 @@ def workspace_words(
     group_rows: int,
     splits: int,
     whole_units: int,
+    cluster: int = 1,
 ) -> int:
-    """fp32 words of workspace of a launch; 0 where nothing is split.
+    """fp32 words of workspace of a launch; 0 where nothing is split, or where clusters merge.
 
     >>> workspace_words({"q_heads": 24, "kv_heads": 2}, 1, 1, 1, 8, 0) == 2 * 8 * 12 * (256 + 4)
     True
     """
-    if splits == 1:
+    if splits == 1 or cluster > 1:
         return 0
     units = groups(requests, tokens, group_rows) * geometry["kv_heads"] - whole_units
     heads = geometry["q_heads"] // geometry["kv_heads"]
@@ -222,7 +270,7 @@ class _SparseGqaVerify:
             raise ValueError(f"splits is {splits}; it must be between 1 and {MAX_SPLITS}")
         launch = choose(geometry, requests, tokens, arch)
         if splits != launch.splits:
-            launch = Launch(tokens, launch.group_rows, splits, 0)
+            launch = Launch(tokens, launch.group_rows, splits, 0, _forced(splits))
         return (
             Plan(
                 family=self.name,
@@ -234,6 +282,7 @@ class _SparseGqaVerify:
                     ("group_rows", launch.group_rows),
                     ("splits", launch.splits),
                     ("whole_units", launch.whole_units),
+                    ("cluster", launch.cluster),
                 ),
             ),
         )

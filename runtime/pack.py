@@ -315,7 +315,11 @@ class Pack:
         with torch.cuda.device(index):
             for symbol, plan in pack.manifest.plans.items():
                 if symbol in allowed:
-                    pack.functions[symbol](*op.idle_arguments(plan, torch.device("cuda", index)))
+                    device = torch.device("cuda", index)
+                    pack.functions[symbol](*op.idle_arguments(plan, device))
+                    further = getattr(op, "further_idle_arguments", None)
+                    for arguments in further(plan, device) if further else ():
+                        pack.functions[symbol](*arguments)
 
     def _pick(
         self,

@@ -38,7 +38,7 @@ _BLOCK_SCALES = (3, 4)
 _GATE = -3
 #: Where the words of the workspace and the splits stand among the integers, from the end. A call
 #: with 0 splits is checked like any other and launches nothing.
-_WORDS, _SPLITS = -5, -2
+_WORDS, _SPLITS = -6, -3
 _LINEAR, _INTERLEAVED = planning.VScaleOrder.LINEAR, planning.VScaleOrder.INTERLEAVED
 _BF16, _FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -274,7 +274,7 @@ class SparseGqaVerify(Op):
         if not made:
             return made if made is not None else no_launch
         function, tensors, scalars = made
-        idle = (*scalars[:_SPLITS], 0, scalars[-1])
+        idle = (*scalars[:_SPLITS], 0, *scalars[_SPLITS + 1 :])
         fitted = self._launched(function, tensors, scalars, idle)
         if isinstance(fitted, Uncertified):
             return fitted
@@ -294,8 +294,9 @@ class SparseGqaVerify(Op):
         arch: str | None = None,
         **geometry: int,
     ) -> int:
-        """fp32 words that a call of this size needs as its workspace, 0 where nothing is split; the
-        parameters are those of :meth:`pick`. Looks at no tensor and at no GPU.
+        """fp32 words that a call of this size needs as its workspace, 0 where nothing is split or
+        splits merge in clusters; the parameters are those of :meth:`pick`. Looks at no tensor and
+        at no GPU.
 
         A larger call may need less: a server takes the largest over the sizes that it launches.
 
@@ -462,7 +463,7 @@ class SparseGqaVerify(Op):
         named = dict(zip(_GEOMETRY, geometry, strict=True))
         words = _words(named, requests, launch)
         sizes = (requests, q_heads, cache[1], cache[2], width, words)
-        order = ("tokens", "group_rows", "splits", "whole_units")
+        order = ("tokens", "group_rows", "splits", "whole_units", "cluster")
         if len(self._admitted) >= MOST_REMEMBERED:
             self._admitted.clear()
         found = (
@@ -506,7 +507,7 @@ class SparseGqaVerify(Op):
 
     @classmethod
     def idle_arguments(cls, plan: PlanRecord, device: torch.device) -> tuple[Any, ...]:
-        """A row of no request, split in two: it loads both kernels, and writes only buffers of its
+        """A row of no request, split in two and merged in memory; it writes only buffers of its
         own.
         """
         dtype = dict(plan.spec)["dtype"]
@@ -549,8 +550,15 @@ class SparseGqaVerify(Op):
             *(0, 0, 0),
             *((0,) if dtype == "nvfp4" else ()),
             *(1, 1, 1, 4, 1, words),
-            *(1, 1, 2, 0),
+            *(1, 1, 2, 0, 1),
         )
+
+    @classmethod
+    def further_idle_arguments(
+        cls, plan: PlanRecord, device: torch.device
+    ) -> tuple[tuple[Any, ...], ...]:
+        """The same, merged in a cluster: a plan may have a kernel of its own for it."""
+        return ((*cls.idle_arguments(plan, device)[:-1], 2),)
 
 
 _GEOMETRY = ("q_heads", "kv_heads", "head_dim", "page_size", "selected")
@@ -564,6 +572,7 @@ def _words(geometry: Any, requests: int, launch: Any) -> int:
         launch["group_rows"],
         launch["splits"],
         launch["whole_units"],
+        launch["cluster"],
     )
 
 

@@ -306,6 +306,53 @@ def store_shared_if(address: Int32, value: Int32, condition: Boolean) -> None:
     _emit("memory", "", text, "rrr", [address, value, Int32(condition)], True)
 
 
+# ----- shared memory of the CTAs of a cluster -----------------------------------------------------
+
+
+def load_rank(address: Int32, rank: Int32) -> Int32:
+    """The word that CTA ``rank`` of the cluster has at this CTA's ``address``."""
+    text = "{ .reg .b32 a; mapa.shared::cluster.u32 a, $1, $2; ld.shared::cluster.b32 $0, [a]; }"
+    return Int32(_emit("memory", "r", text, "rr", [address, rank], True))
+
+
+def load_rank_floats_if(
+    address: Int32, rank: Int32, count: int, condition: Boolean
+) -> list[Float32]:
+    """``count`` floats, 1, 2 or 4, of CTA ``rank``; zeros where the condition does not hold, and
+    that rank need not exist then.
+    """
+    names = [f"${i}" for i in range(count)]
+    size, target = ("", names[0]) if count == 1 else (f".v{count}", f"{{{', '.join(names)}}}")
+    zeros = " ".join(f"mov.b32 {name}, 0;" for name in names)
+    text = (
+        f"{{ .reg .pred p; .reg .b32 a; setp.ne.s32 p, ${count + 2}, 0; {zeros}"
+        f" @p mapa.shared::cluster.u32 a, ${count}, ${count + 1};"
+        f" @p ld.shared::cluster{size}.f32 {target}, [a]; }}"
+    )
+    result = llvm.inline_asm(
+        T.f32() if count == 1 else llvm.StructType.get_literal([T.f32()] * count),
+        [address.ir_value(), rank.ir_value(), Int32(condition).ir_value()],
+        text,
+        ",".join(["=&f"] * count + ["r", "r", "r", "~{memory}"]),
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    if count == 1:
+        return [Float32(result)]
+    return [Float32(_part(result, i, T.f32())) for i in range(count)]
+
+
+def cluster_arrive() -> None:
+    """Says to the cluster that this thread's accesses up to here are done."""
+    _emit("memory", "", "barrier.cluster.arrive.release.aligned;", "", [], True)
+
+
+def cluster_wait() -> None:
+    """Waits until all threads of the cluster have arrived, and sees what they wrote before."""
+    _emit("memory", "", "barrier.cluster.wait.acquire.aligned;", "", [], True)
+
+
 # ----- global memory ------------------------------------------------------------------------------
 
 

@@ -106,9 +106,7 @@ def test_pages_beyond_four_gibibytes(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_fused_gate_is_a_separate_gate_in_every_variant(pack: specplan.Pack, dtype: str) -> None:
-    """One-split, all-split and split last wave, lone rows and groups: all sizes of 1 and 4 tokens
-    up to 256 requests that are powers of two or one more, and one whose last wave is split.
-    """
+    """One-split, all-split with either merge, and split last wave; lone rows and groups."""
     geometry = geometry_of(pack)
     kinds = set()
     for tokens in (1, 4):
@@ -123,12 +121,14 @@ def test_a_fused_gate_is_a_separate_gate_in_every_variant(pack: specplan.Pack, d
             picked = pack.sparse_gqa_verify.pick(
                 problem="qsa_24_2", requests=requests, tokens=tokens, dtype=dtype
             )
-            split, whole = picked.launch["splits"] > 1, picked.launch["whole_units"] > 0
-            kinds.add((split, whole, picked.launch["group_rows"] > 1))
-    # Split and not, a last wave alone, rows by themselves and in groups.
-    assert {True, False} == {split for split, _, _ in kinds}
-    assert {True, False} == {grouped for _, _, grouped in kinds}
-    assert (True, True) in {(split, whole) for split, whole, _ in kinds}
+            launch = picked.launch
+            merge = "cluster" if launch["cluster"] > 1 else "memory"
+            kind = "last wave" if launch["whole_units"] else merge
+            kinds.add((kind if launch["splits"] > 1 else "one", launch["group_rows"] > 1))
+    assert kinds == {
+        *(("one", False), ("memory", False), ("cluster", False), ("last wave", False)),
+        *(("one", True), ("cluster", True), ("last wave", True)),
+    }
 
 
 @pytest.mark.gpu

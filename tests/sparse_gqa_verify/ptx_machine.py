@@ -4,6 +4,10 @@ It knows the instructions that ``sparse_gqa_verify`` compiles to and refuses any
 memory starts as garbage, every access is checked against the buffers that exist, and asynchronous
 copies land either at once or only when they are waited for, so that a missing wait and a buffer
 that is overwritten too early both show.
+
+The CTAs of a cluster run one after another from cluster barrier to cluster barrier, the first ahead
+of all others, and what a CTA leaves behind becomes garbage: memory of another CTA that is read
+without a barrier before, or with none after, shows too.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ U32, U64, F32 = np.uint32, np.uint64, np.float32
 _LANES = np.arange(32)
 #: Where global memory begins, and the gap between buffers.
 _BASE, _GAP = 1 << 32, 1 << 16
+#: What an address of shared memory in a cluster holds above the address in its CTA: rank + 1.
+_RANK_BITS = 24
 
 
 class Memory:
@@ -61,11 +67,13 @@ class Instruction:
     target: int = -1
 
 
-def parse(ptx: str, entry: str) -> tuple[list[Instruction], list[str]]:
-    """Instructions and parameter names of the entry whose name contains ``entry``."""
+def parse(ptx: str, entry: str, number: int = 0) -> tuple[list[Instruction], list[str]]:
+    """Instructions and parameter names of an entry: of those whose name contains ``entry``, which
+    may be two, the one at ``number``.
+    """
     text = re.sub(r"//[^\n]*", "", ptx)
     _, *bodies = re.split(r"\.visible \.entry", text)
-    (chosen,) = (body for body in bodies if entry in body.partition("(")[0])
+    chosen = [body for body in bodies if entry in body.partition("(")[0]][number]
     header, _, rest = chosen.partition("{")
     parameters = re.findall(r"(\w+_param_\d+)", header)
     labels: dict[str, int] = {}
@@ -116,10 +124,18 @@ class _Warp:
     code: list[Instruction]
     machine: Machine
     cta: int
+    #: Shared memory of the CTAs of the cluster, and which of them this warp's is.
+    ranks: list[np.ndarray]
+    rank: int
+    arrived: bool = False
     registers: dict[str, Lanes] = field(default_factory=dict)
     answer: bool = False
     current: list[Any] = field(default_factory=list)
     groups: list[list[Any]] = field(default_factory=list)
+
+    @property
+    def shared(self) -> np.ndarray:
+        return self.ranks[self.rank]
 
     # ----- operands -----
 
@@ -155,8 +171,8 @@ class _Warp:
     # ----- control -----
 
     def run(self) -> Iterator[tuple[str, Lanes | None]]:
-        """Yields at barriers; ("or", predicate) for a reduction, whose result comes back in
-        ``self.answer``.
+        """Yields at barriers, of the CTA and of the cluster; ("or", predicate) for a reduction,
+        whose result comes back in ``self.answer``.
         """
         pcs = np.zeros(32, np.int64)
         pc, end = 0, len(self.code)
@@ -207,6 +223,14 @@ class _Warp:
             if name == "bar.sync":
                 assert uniform, "a barrier in divergent code"
                 yield ("sync", None)
+            elif name.startswith("barrier.cluster"):
+                assert uniform, "a barrier in divergent code"
+                waits = name == "barrier.cluster.wait.acquire.aligned"
+                assert waits or name == "barrier.cluster.arrive.release.aligned", name
+                assert self.arrived == waits, "each arrival has its wait"
+                self.arrived = not waits
+                if waits:
+                    yield ("cluster", None)
             elif name == "bar.red.or.pred":
                 yield ("or", self.registers[step.operands[2]])
                 self.write(step.operands[0], np.full(32, self.answer), None)
@@ -514,9 +538,17 @@ class _Warp:
 
     def _bytes(self, space: str, addresses: Lanes, size: int) -> tuple[np.ndarray, np.ndarray]:
         assert not (addresses % size).any(), f"misaligned {space} access of {size} bytes"
+        if space == "shared::cluster":
+            ranks = addresses >> _RANK_BITS
+            assert ranks.min() > 0, "an address of no rank"
+            addresses = addresses & U32((1 << _RANK_BITS) - 1)
+            assert int(addresses.max()) + size <= self.shared.size
+            # All ranks side by side.
+            at = (ranks.astype(np.int64) - 1) * self.shared.size + addresses
+            return self.machine.cluster, at
         if space == "shared":
-            assert int(addresses.max()) + size <= self.machine.shared.size
-            return self.machine.shared, addresses.astype(np.int64)
+            assert int(addresses.max()) + size <= self.shared.size
+            return self.shared, addresses.astype(np.int64)
         return self.machine.memory.find(addresses, size)
 
     def do_ld(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
@@ -557,9 +589,15 @@ class _Warp:
                 -1, width
             )
 
+    def do_mapa(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        ranks = self.read(o[2])
+        live = np.ones(32, bool) if mask is None else mask
+        assert (ranks[live] < len(self.ranks)).all(), "no such rank"
+        self.write(o[0], self.read(o[1]) + ((ranks + U32(1)) << U32(_RANK_BITS)), mask)
+
     def do_red(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
         live = np.ones(32, bool) if mask is None else mask
-        words = self.machine.shared.view(U32)
+        words = self.shared.view(U32)
         at = (self._address(o[0], False)[live] // 4).astype(np.int64)
         value = self.read(o[1]).astype(U32)[live]
         (np.bitwise_or if p[2] == "or" else np.add).at(words, at, value)
@@ -578,7 +616,7 @@ class _Warp:
             keep = int(o[0])
             while len(self.groups) > keep:
                 for target, data in self.groups.pop(0):
-                    self.machine.shared[target] = data
+                    self.shared[target] = data
         else:
             size = int(o[2])
             live = np.ones(32, bool) if mask is None else mask
@@ -592,7 +630,7 @@ class _Warp:
             _, place = self._bytes("shared", targets[live], size)
             where = place[:, None] + np.arange(size)
             if self.machine.eager:
-                self.machine.shared[where] = data[live]
+                self.shared[where] = data[live]
             else:
                 self.current.append((where, data[live]))
 
@@ -609,28 +647,53 @@ class Machine:
     """One kernel with its parameters in place."""
 
     def __init__(
-        self, ptx: str, entry: str, memory: Memory, arguments: list[bytes], shared: int, eager: bool
+        self,
+        ptx: str,
+        entry: str,
+        memory: Memory,
+        arguments: list[bytes],
+        shared: int,
+        eager: bool,
+        number: int = 0,
     ) -> None:
-        self.code, names = parse(ptx, entry)
+        self.code, names = parse(ptx, entry, number)
         assert len(names) == len(arguments), (len(names), len(arguments))
         self.parameters = dict(zip(names, arguments, strict=True))
         self.memory = memory
         self.eager = eager
-        self.shared = np.zeros(shared, np.uint8)
+        self.size = shared
+        self.cluster = np.zeros(0, np.uint8)
         self.executed = 0
 
-    def run(self, ctas: int, threads: int) -> None:
-        for cta in range(ctas):
-            self.shared[:] = 0xFF
-            warps = [_Warp(i, self.code, self, cta) for i in range(threads // 32)]
-            flows = [warp.run() for warp in warps]
+    def run(self, ctas: int, threads: int, cluster: int = 1) -> None:
+        assert ctas % cluster == 0, "a grid is whole clusters"
+        for first in range(0, ctas, cluster):
+            self.cluster = np.full(cluster * self.size, 0xFF, np.uint8)
+            ranks = np.split(self.cluster, cluster)
+            flows = [self._cta(first + rank, threads, ranks, rank) for rank in range(cluster)]
             while True:
-                events = [next(flow, None) for flow in flows]
-                if all(event is None for event in events):
+                met = []
+                for flow, shared in zip(flows, ranks, strict=True):
+                    met.append(next(flow, False))
+                    if not met[-1]:
+                        shared[:] = 0xFF
+                assert len(set(met)) == 1, "some CTAs wait for ever"
+                if not met[0]:
                     break
-                assert all(event is not None for event in events), "some warps wait for ever"
-                reduced = [event[1] for event in events if event is not None and event[0] == "or"]
-                assert len(reduced) in (0, len(warps))
-                answer = any(bool(value.any()) for value in reduced)
-                for warp in warps:
-                    warp.answer = answer
+
+    def _cta(self, cta: int, threads: int, ranks: list[np.ndarray], rank: int) -> Iterator[bool]:
+        """One CTA; yields at barriers of the cluster."""
+        warps = [_Warp(i, self.code, self, cta, ranks, rank) for i in range(threads // 32)]
+        flows = [warp.run() for warp in warps]
+        while True:
+            events = [next(flow, None) for flow in flows]
+            if all(event is None for event in events):
+                return
+            kinds = {None if event is None else event[0] for event in events}
+            assert len(kinds) == 1, "some warps wait for ever"
+            if kinds == {"cluster"}:
+                yield True
+            reduced = [event[1] for event in events if event is not None and event[0] == "or"]
+            answer = any(value is not None and bool(value.any()) for value in reduced)
+            for warp in warps:
+                warp.answer = answer

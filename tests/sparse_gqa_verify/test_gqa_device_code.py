@@ -61,6 +61,7 @@ def _run(ptx: str, dtype: str, case: cases.GqaCase, launch: Launch, eager: bool)
     numbers = [
         whole(x) for x in (launch.tokens, launch.group_rows, launch.splits, launch.whole_units)
     ]
+    cluster = whole(launch.cluster)
     gated = whole(inputs.output_gate is not None)
     q, out, gates = (_tensor(memory, t, 2) for t in (inputs.q, case.out, gate))
     cache = _tensor(memory, inputs.k_cache, 3)
@@ -84,6 +85,7 @@ def _run(ptx: str, dtype: str, case: cases.GqaCase, launch: Launch, eager: bool)
         gated,
         whole(inputs.v_scale_order is VScaleOrder.INTERLEAVED),
         *numbers,
+        cluster,
     ]
     rows, heads, _ = inputs.q.shape
     kv_heads = inputs.k_cache.shape[1]
@@ -91,9 +93,11 @@ def _run(ptx: str, dtype: str, case: cases.GqaCase, launch: Launch, eager: bool)
     tail -= launch.whole_units
     m_tiles = -(-launch.group_rows * heads // kv_heads // 16)
     form = Form(dtype, m_tiles, False)
-    attend = Machine(ptx, "_attend", memory, arguments, form.smem_bytes, eager)
-    attend.run(launch.whole_units + tail * launch.splits, form.threads)
-    if launch.splits > 1:
+    # One MMA tile has a kernel of its own, the last, for launches without clusters.
+    number = -1 if launch.cluster == 1 else 0
+    attend = Machine(ptx, "_attend", memory, arguments, form.smem_bytes, eager, number)
+    attend.run(launch.whole_units + tail * launch.splits, form.threads, launch.cluster)
+    if launch.splits > 1 and launch.cluster == 1:
         arguments = [q, cache, gates, out, space, gated, *numbers]
         merge = Machine(ptx, "_merge", memory, arguments, 4096, eager)
         merge.run(tail * launch.group_rows * heads // kv_heads, MERGE_THREADS)
@@ -105,7 +109,10 @@ def _run(ptx: str, dtype: str, case: cases.GqaCase, launch: Launch, eager: bool)
         ("bf16", "sm_90a", 1, 1, Launch(1, 1, 1, 1)),
         ("fp8_e4m3", "sm_90a", 1, 1, Launch(1, 1, 2, 0)),
         ("fp8_e4m3", "sm_90a", 1, 2, Launch(2, 2, 1, 1)),
+        ("bf16", "sm_90a", 2, 1, Launch(1, 1, 3, 0, 3)),
+        ("bf16", "sm_90a", 1, 4, Launch(4, 4, 4, 0, 4)),
         ("nvfp4", "sm_90a", 1, 4, Launch(4, 4, 2, 0)),
+        ("nvfp4", "sm_90a", 1, 2, Launch(2, 2, 2, 0, 2)),
         ("nvfp4", "sm_100a", 2, 1, Launch(1, 1, 2, 1)),
         ("nvfp4", "sm_100a", 1, 2, Launch(2, 2, 1, 1)),
     ],
@@ -127,7 +134,25 @@ def test_device_code_computes_the_reference(
                 assert found.error <= found.bound, (case.name, found)
 
 
-def test_nan_in_v_reaches_the_rows_that_list_it_and_no_others(tmp_path: Path) -> None:
+def test_a_union_that_fails_in_one_split_is_done_again_in_all(tmp_path: Path) -> None:
+    """A token listed twice, which one CTA of the cluster alone meets."""
+    name = "sparse_gqa_verify"
+    ptx = _compile(Plan(name, name, "sm_90a", (("dtype", "bf16"), ("m_tiles", 2))), tmp_path)
+    case = next(cases.checks(PROBLEM, 1, 2, 1, "bf16", "cpu"))
+    inputs = case.inputs
+    lists = inputs.selected_tokens
+    assert all(len(set(row[row >= 0].tolist())) == int((row >= 0).sum()) for row in lists)
+    inputs.selected_tokens[0, 1] = lists[0, 0]
+    wanted = cases.expected(inputs)
+    _run(ptx, "bf16", case, Launch(2, 2, 2, 0, 2), False)
+    difference = case.out.float() - wanted.float()
+    assert difference.norm() < cases.RELATIVE_L2 * wanted.float().norm()
+
+
+@pytest.mark.parametrize("launch", [Launch(4, 4, 1, 1), Launch(4, 4, 2, 0, 2)])
+def test_nan_in_v_reaches_the_rows_that_list_it_and_no_others(
+    launch: Launch, tmp_path: Path
+) -> None:
     name = "sparse_gqa_verify"
     spec = (("dtype", "bf16"), ("m_tiles", 3))
     ptx = _compile(Plan(name, name, "sm_90a", spec), tmp_path)
@@ -138,7 +163,7 @@ def test_nan_in_v_reaches_the_rows_that_list_it_and_no_others(tmp_path: Path) ->
     page = inputs.block_table[0, token // PROBLEM["page_size"]]
     inputs.v_cache[page, :, token % PROBLEM["page_size"]] = torch.nan
     wanted = cases.expected(inputs)
-    _run(ptx, "bf16", case, Launch(4, 4, 1, 1), False)
+    _run(ptx, "bf16", case, launch, False)
     listing = torch.tensor([token in chosen for chosen in lists])
     assert case.out[listing].isnan().all() and wanted[listing].isnan().all()
     difference = case.out[~listing].float() - wanted[~listing].float()

@@ -43,7 +43,7 @@ families:
     cells:
       - {problems: [model, small], requests: 1..6, tokens: 1..4, splits: auto,
          dtypes: [bf16, fp8_e4m3, nvfp4], candidate: [sm_90a], why: tests}
-      - {problems: [small], requests: 2, tokens: 3, splits: [1, 4],
+      - {problems: [small], requests: 2, tokens: 3, splits: [1, 4, 8],
          dtypes: [bf16, fp8_e4m3, nvfp4], candidate: [sm_90a], why: tests}
 """
 )
@@ -61,7 +61,7 @@ COMMON = (
     *("use_query_positions", "use_output_gate"),
 )
 SIZES = ("requests", "q_heads", "kv_heads", "page_size", "width", "words")
-LAUNCH = ("tokens", "group_rows", "splits", "whole_units")
+LAUNCH = ("tokens", "group_rows", "splits", "whole_units", "cluster")
 ELEMENTS = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "nvfp4": torch.uint8}
 
 
@@ -169,7 +169,7 @@ class Compiled:
         geometry = {"q_heads": heads, "kv_heads": kv_heads}
         requests = rows // call["tokens"]
         words = workspace_words(
-            geometry, requests, call["tokens"], call["group_rows"], splits, whole
+            geometry, requests, call["tokens"], call["group_rows"], splits, whole, call["cluster"]
         )
         tensors["workspace"][:words] = 1.0
         scales = {n: tensors[n] for n in self.names[3 : self.names.index("block_table")]}
@@ -265,9 +265,9 @@ def test_a_call_reaches_its_plan_with_its_arguments_in_order(
 def test_forced_splits_are_launched(pack: Pack, functions: dict[str, Compiled]) -> None:
     case = case_of("bf16")
     space = torch.zeros(1 << 20)
-    for splits in (1, 4):
+    for splits in (1, 4, 8):
         assert pack.sparse_gqa_verify(**call_of(case, splits=splits, workspace=space)) is True
-    assert [c["splits"] for stub in functions.values() for c in stub.calls] == [1, 4]
+    assert [c["splits"] for stub in functions.values() for c in stub.calls] == [1, 4, 8]
     answer = pack.sparse_gqa_verify(**call_of(case, splits=3, workspace=space))
     assert isinstance(answer, Uncertified)
     assert answer.reason is Reason.NOT_IN_CATALOG
@@ -334,13 +334,14 @@ def test_declined_calls_say_why_and_launch_nothing(
     arguments = case.arguments()
     out, q = arguments["out"], arguments["q"]
     fused = torch.zeros(6, 3, 6, HEAD_DIM, dtype=torch.bfloat16)
-    words = op.workspace(problem="small", requests=2, tokens=3)
+    words = op.workspace(problem="small", requests=2, tokens=3, splits=8)
+    space = torch.empty(words)
     expected = [
         ({"tokens": 4}, Reason.RANGE, "6 rows are no multiple of 4 tokens"),
         ({"tokens": 0}, Reason.RANGE, "tokens is 0"),
         ({"tokens": "3"}, Reason.ARGUMENT, "str"),
-        ({"workspace": arguments["workspace"][: words - 1]}, Reason.RANGE, "the call needs"),
-        ({"workspace": None}, Reason.RANGE, "the workspace has 0 words"),
+        ({"workspace": space[:-1], "splits": 8}, Reason.RANGE, "the call needs"),
+        ({"workspace": None, "splits": 8}, Reason.RANGE, "the workspace has 0 words"),
         ({"output_gate": out}, Reason.ARGUMENT, "out overlaps"),
         ({"q": fused[:, 0], "out": fused[:, 1]}, Reason.ARGUMENT, "out overlaps"),
         ({"out": out[:1].expand(out.shape)}, Reason.ARGUMENT, "rows of out share memory"),
@@ -364,8 +365,8 @@ def test_declined_calls_say_why_and_launch_nothing(
         ({"output_gate": 2.5}, Reason.ARGUMENT, "no tensor"),
         ({"output_gate": [1, 2]}, Reason.ARGUMENT, "no tensor"),
     ]
-    within = arguments["workspace"][:6].view(torch.int32)
-    overlap = {"request_indices": within}
+    within = space[:6].view(torch.int32)
+    overlap = {"request_indices": within, "workspace": space, "splits": 8}
     expected.append((overlap, Reason.ARGUMENT, "the workspace overlaps"))
     for changes, reason, said in expected:
         for ask in (op, op.bind):
@@ -413,7 +414,7 @@ def test_the_declined_cases_differ_from_a_good_call_by_what_they_name(pack: Pack
 
 def test_workspace_comes_from_integers_alone(pack: Pack) -> None:
     op = pack.sparse_gqa_verify
-    for requests, tokens, splits in ((2, 3, None), (2, 3, 1), (2, 3, 4), (5, 1, None)):
+    for requests, tokens, splits in ((2, 3, None), (2, 3, 1), (2, 3, 4), (2, 3, 8), (5, 1, None)):
         words = op.workspace(problem="small", requests=requests, tokens=tokens, splits=splits)
         assert words == op.workspace(**SMALL, requests=requests, tokens=tokens, splits=splits)
         (plan,) = FAMILY.plans(
@@ -426,17 +427,20 @@ def test_workspace_comes_from_integers_alone(pack: Pack) -> None:
         )
         sizes = [plan.int(n) for n in LAUNCH]
         assert words == workspace_words(SMALL, requests, *sizes)
-        assert (words == 0) == (plan.int("splits") == 1)
+        assert (words == 0) == (plan.int("splits") == 1 or plan.int("cluster") > 1)
     with pytest.raises(UncertifiedCell):
         op.workspace(problem="small", requests=7, tokens=1)
 
 
 def test_idle_arguments_are_taken_and_split(functions: dict[str, Compiled], pack: Pack) -> None:
     for symbol, plan in pack.manifest().plans.items():
-        functions[symbol](*SparseGqaVerify.idle_arguments(plan, torch.device("cpu")))
-        (call,) = functions[symbol].calls
-        assert call["splits"] == 2
-        assert (call["out"] == 0).all()
+        device = torch.device("cpu")
+        functions[symbol](*SparseGqaVerify.idle_arguments(plan, device))
+        for arguments in SparseGqaVerify.further_idle_arguments(plan, device):
+            functions[symbol](*arguments)
+        calls = functions[symbol].calls
+        assert [(call["splits"], call["cluster"]) for call in calls] == [(2, 1), (2, 2)]
+        assert all((call["out"] == 0).all() for call in calls)
 
 
 class Graph:
@@ -504,7 +508,7 @@ def test_certification_passes_the_reference(
     run: certify.FamilyRun, requests: int, tokens: int
 ) -> None:
     asked = cells(requests, tokens)
-    assert len(asked) == (9 if (requests, tokens) == (2, 3) else 3)
+    assert len(asked) == (12 if (requests, tokens) == (2, 3) else 3)
     uses = {cell: certify.uses_of(CATALOG.plans_of(cell)) for cell in asked}
     results = dict(run.run_batch(asked, uses))
     assert set(results) == set(asked)

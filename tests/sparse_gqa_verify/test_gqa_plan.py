@@ -6,9 +6,11 @@ import pytest
 from specplan.plans.arch import Arch
 from specplan.plans.sparse_gqa_verify import (
     FAMILY,
+    MAX_CLUSTER,
     MAX_M_TILES,
     MAX_SPLITS,
     WARPS,
+    Launch,
     choose,
     groups,
     resident,
@@ -42,6 +44,8 @@ def test_every_cell_has_a_launch_that_covers_its_units(problem: dict[str, int], 
             assert 1 <= plan.int("m_tiles") <= MAX_M_TILES
             assert plan.int("splits") == launch.splits
             slots = sms * resident(WARPS[plan.int("m_tiles")])
+            assert launch.cluster in (1, launch.splits)
+            assert launch.cluster <= MAX_CLUSTER
             if launch.splits == 1:
                 assert launch.whole_units == 0
             elif launch.whole_units:
@@ -63,20 +67,52 @@ def test_few_device_functions_serve_all_cells() -> None:
     assert len(symbols) <= 9
 
 
-def test_all_three_variants_are_reached() -> None:
+def test_all_variants_are_reached() -> None:
     kinds = set()
     for requests in range(1, 257):
         for tokens in range(1, 9):
             launch = choose(MODEL, requests, tokens, H200)
             last_wave = launch.splits > 1 and launch.whole_units > 0
-            kinds.add("last wave" if last_wave else "one" if launch.splits == 1 else "all")
-    assert kinds == {"one", "all", "last wave"}
+            split = "cluster" if launch.cluster > 1 else "all"
+            kinds.add("last wave" if last_wave else "one" if launch.splits == 1 else split)
+    assert kinds == {"one", "all", "cluster", "last wave"}
+
+
+@pytest.mark.parametrize(
+    ("requests", "tokens", "group", "splits", "cluster"),
+    [
+        (1, 1, 1, 33, 1),
+        (4, 4, 1, 7, 1),
+        (6, 4, 1, 5, 1),
+        (8, 4, 1, 3, 3),
+        (9, 4, 1, 3, 3),
+        (12, 4, 4, 4, 4),
+        (16, 4, 2, 2, 2),
+        (24, 4, 4, 4, 4),
+        (32, 4, 4, 2, 2),
+        (64, 4, 4, 2, 2),
+        (128, 4, 4, 1, 1),
+        (20, 4, 4, 4, 4),
+        (48, 4, 4, 2, 2),
+        (32, 1, 1, 3, 3),
+        (40, 1, 1, 3, 1),
+        (48, 1, 1, 2, 2),
+        (64, 1, 1, 2, 2),
+        (128, 1, 1, 1, 1),
+    ],
+)
+def test_the_launches_that_were_measured(
+    requests: int, tokens: int, group: int, splits: int, cluster: int
+) -> None:
+    launch = choose(MODEL, requests, tokens, H200)
+    assert launch == Launch(tokens, group, splits, 0, cluster)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4, 8, 16])
 def test_forced_splits_are_kept(splits: int) -> None:
     (plan,) = FAMILY.plans(MODEL, 16, 4, splits, "nvfp4", H200)
     assert plan.int("splits") == splits
+    assert plan.int("cluster") == (splits if splits <= MAX_CLUSTER else 1)
     if splits != FAMILY.splits(MODEL, 16, 4, "nvfp4", H200):
         assert plan.int("whole_units") == 0
 
@@ -93,7 +129,8 @@ def test_problems_that_do_not_fit() -> None:
     assert "page_size" in str(FAMILY.check_problem({**MODEL, "page_size": 30}))
 
 
-def test_workspace_is_empty_only_without_splits() -> None:
+def test_workspace_is_empty_without_splits_and_in_clusters() -> None:
     assert workspace_words(MODEL, 256, 4, 4, 1, 512) == 0
+    assert workspace_words(MODEL, 32, 4, 4, 2, 0, 2) == 0
     # A unit of 4 rows x 12 heads in 8 splits, each row 256 sums and 4 more words.
     assert workspace_words(MODEL, 3, 4, 4, 8, 2) == 4 * 8 * 48 * 260
