@@ -50,8 +50,11 @@ POISON_32 = 0x7FC5A5A5
 #: Requests whose caches stand decoded at a time: 32 of 2560 tokens with 2 heads are 340 MB.
 REQUESTS_AT_A_TIME = 32
 
-#: The cases of a cell hold up to 250 MB.
-CELLS_A_GRAPH = 8
+#: Query heads over all rows of the cells whose cases share a graph, and the most such cells. At 2048
+#: rows of 24 heads the cases of one cell hold some 500 MB, with 16 forced splits 2 GB, and
+#: certification keeps three copies of one case's besides.
+HEADS_A_GRAPH = 2048 * 24
+MOST_CELLS_A_GRAPH = 8
 
 RATIO = 4
 
@@ -576,6 +579,12 @@ def checks(
     order = VScaleOrder.INTERLEAVED if dtype == "nvfp4" else VScaleOrder.LINEAR
     context = edge if requests % 4 == 3 and edge > tokens else longer
     yield case("hard", context, hard=True, order=order, overlap=0.5, gated=False)
+
+
+def cells_a_graph(geometry: Mapping[str, int], requests: int, tokens: int, dtype: str) -> int:
+    """How many cells of this size certification may keep the buffers of."""
+    heads = requests * tokens * geometry["q_heads"]
+    return max(1, min(MOST_CELLS_A_GRAPH, HEADS_A_GRAPH // heads))
 
 
 def declined(device: torch.device) -> Iterator[tuple[str, dict[str, Any], torch.Tensor]]:

@@ -238,3 +238,11 @@ def test_by_request_equals_the_reference(dtype: str) -> None:
             assert (found - wanted).norm() < 2e-4 * wanted.norm()
             empty = (wanted == 0).flatten(1).all(1)
             assert torch.equal(empty, (found == 0).flatten(1).all(1))
+
+
+def test_large_cells_share_a_graph_with_few() -> None:
+    """What certification holds of a graph's cells grows with their rows and heads, and is bounded."""
+    geometry = {**SMALL, "q_heads": 24}
+    shared = [cases.cells_a_graph(geometry, n, 8, "bf16") for n in (1, 32, 64, 128, 256)]
+    assert shared == [8, 8, 4, 2, 1]
+    assert cases.cells_a_graph({**geometry, "q_heads": 64}, 256, 8, "bf16") == 1
