@@ -50,8 +50,8 @@ POISON_32 = 0x7FC5A5A5
 #: Requests whose caches stand decoded at a time: 32 of 2560 tokens with 2 heads are 340 MB.
 REQUESTS_AT_A_TIME = 32
 
-#: Query heads over all rows of the cells whose cases share a graph, and the most such cells. At 2048
-#: rows of 24 heads the cases of one cell hold some 500 MB, with 16 forced splits 2 GB, and
+#: Query heads over all rows of the cells whose cases share a graph, and the most such cells. At
+#: 2048 rows of 24 heads the cases of one cell hold some 500 MB, with 16 forced splits 2 GB, and
 #: certification keeps three copies of one case's besides.
 HEADS_A_GRAPH = 2048 * 24
 MOST_CELLS_A_GRAPH = 8

@@ -241,7 +241,7 @@ def test_by_request_equals_the_reference(dtype: str) -> None:
 
 
 def test_large_cells_share_a_graph_with_few() -> None:
-    """What certification holds of a graph's cells grows with their rows and heads, and is bounded."""
+    """What certification holds at a time is bounded, however many rows and heads a cell has."""
     geometry = {**SMALL, "q_heads": 24}
     shared = [cases.cells_a_graph(geometry, n, 8, "bf16") for n in (1, 32, 64, 128, 256)]
     assert shared == [8, 8, 4, 2, 1]
