@@ -28,7 +28,7 @@ from specplan.plans import certificates, ranges
 from specplan.plans.catalog import Catalog
 from specplan.plans.cell import Cell
 from specplan.plans.certificates import Certificate, CertifiedCell, CertifiedPlan, Result
-from specplan.plans.coverage import local_certificates, uses_of
+from specplan.plans.coverage import is_certified, local_certificates, uses_of
 from specplan.plans.manifest import Manifest, Use, packs_under, write_atomically
 
 SUITE = (
@@ -80,12 +80,16 @@ def certify_main(
     problems: Sequence[str],
     requests: str | None,
     shard: str,
+    only_missing: bool,
     out: Path | None,
     device: int,
     root: Path,
 ) -> int:
     """``specplan certify``; returns the exit code."""
     part = Shard.parse(shard)
+    if only_missing and part.count > 1 and out is None:
+        # Beside the pack, a shard that ends would change what the others find missing.
+        raise click.UsageError("--missing in shards needs --out")
     try:
         import specplan
         import torch
@@ -118,6 +122,14 @@ def certify_main(
             else (local_certificates(packs_under(root)[found]) / found)
         )
         directory.mkdir(parents=True, exist_ok=True)
+        evidence = (
+            certificates.read_all(
+                [certificates.default_directory(), local_certificates(packs_under(root)[found])],
+                found,
+            )
+            if only_missing
+            else []
+        )
         for family in families or [
             f for f in catalog.problems if f in pack.manifest(found).objects
         ]:
@@ -126,8 +138,16 @@ def certify_main(
                 for cell in catalog.cells(found, family)
                 if (not problems or cell.problem in problems)
                 and (wanted_requests is None or cell.requests in wanted_requests)
-            ][part.index - 1 :: part.count]
+            ]
+            if only_missing:
+                cells = missing(catalog, cells, pack.manifest(found), evidence)
+            cells = cells[part.index - 1 :: part.count]
+            if only_missing and not cells:
+                click.echo(f"{family}: nothing is missing", err=True)
+                continue
             run = FamilyRun(catalog, pack, family, torch.device("cuda", device), directory, part)
+            if only_missing:
+                run.path = free(run.path)
             path = run.certify(cells)
             click.echo(f"{path}: {len(cells)} cells")
         if out is None:
@@ -138,6 +158,28 @@ def certify_main(
         click.echo(f"error: {error}", err=True)
         return 1
     return 0
+
+
+def missing(
+    catalog: Catalog, cells: Sequence[Cell], pack: Manifest, evidence: Sequence[Certificate]
+) -> list[Cell]:
+    """The cells that no certificate covers as the pack has them."""
+    return [
+        cell
+        for cell in cells
+        if not is_certified(cell, uses_of(catalog.plans_of(cell)), pack, evidence)
+    ]
+
+
+def free(path: Path) -> Path:
+    """The path itself, or with the first number that no file has: ``scatter.yaml``,
+    ``scatter.2.yaml`` ...
+    """
+    found, number = path, 1
+    while found.exists():
+        number += 1
+        found = path.with_name(f"{path.stem}.{number}.yaml")
+    return found
 
 
 class FamilyRun:

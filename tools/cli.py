@@ -877,6 +877,12 @@ def gc_command(older_than: int, dry_run: bool, packs: Path | None) -> None:
 )
 @click.option("--shard", default="1/1", show_default=True, help="I/N: certify the I-th of N parts.")
 @click.option(
+    "--missing",
+    "only_missing",
+    is_flag=True,
+    help="Only cells that no certificate, shipped or beside the pack, covers as the pack has them.",
+)
+@click.option(
     "--out",
     type=click.Path(path_type=Path),
     help="Directory for the certificates; default: beside the pack.",

@@ -10,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from specplan.plans import catalog as catalogs
 from specplan.plans import certificates, manifest
 from specplan.plans.certificates import Certificate
+from specplan.tools.certify import free, missing
 
 import synthetic
 from synthetic import Place, specplan
@@ -53,6 +55,7 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(place: Place) -> None:
         (("--shard", "2"), "'2' is not I/N"),
         (("--shard", "a/b"), "'a/b' is not I/N"),
         (("--device", "first"), "Invalid value for '--device'"),
+        (("--missing", "--shard", "1/2"), "--missing in shards needs --out"),
         (("merg",), "No such command 'merg'"),
     ],
 )
@@ -60,6 +63,33 @@ def test_wrong_use_exits_2(place: Place, arguments: tuple[str, ...], said: str) 
     ran = specplan("certify", "--packs", place.packs, "--catalog", place.catalog_path, *arguments)
     assert (ran.code, ran.out) == (2, "")
     assert said in " ".join(ran.err.split())
+
+
+def test_missing_is_what_no_certificate_covers_as_the_pack_has_it(
+    place: Place, whole: Certificate
+) -> None:
+    catalog = catalogs.load(place.catalog_path)
+    pack = manifest.read(place.packs / "sm_90a")
+    cells = list(catalog.cells("sm_90a", "scatter"))
+    first, second = shard(whole, 1, 2), shard(whole, 2, 2)
+    assert missing(catalog, cells, pack, []) == cells
+    assert missing(catalog, cells, pack, [first, second]) == []
+    left = missing(catalog, cells, pack, [first])
+    assert {(c.problem, c.requests, c.tokens) for c in left} == {
+        (c.problem, c.requests, c.tokens) for c in second.cells
+    }
+    changed = {s: replace(plan, device_code="0" * 64) for s, plan in second.plans.items()}
+    stale = replace(second, plans=changed)
+    assert missing(catalog, cells, pack, [first, stale]) == left
+
+
+def test_a_second_file_never_replaces_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "scatter.yaml"
+    assert free(path) == path
+    path.touch()
+    assert free(path) == tmp_path / "scatter.2.yaml"
+    (tmp_path / "scatter.2.yaml").touch()
+    assert free(path) == tmp_path / "scatter.3.yaml"
 
 
 # Merging
