@@ -163,12 +163,16 @@ def certify_main(
 def missing(
     catalog: Catalog, cells: Sequence[Cell], pack: Manifest, evidence: Sequence[Certificate]
 ) -> list[Cell]:
-    """The cells that no certificate covers as the pack has them."""
-    return [
-        cell
-        for cell in cells
-        if not is_certified(cell, uses_of(catalog.plans_of(cell)), pack, evidence)
-    ]
+    """The cells that no certificate covers as the pack has them, those of plans that it lacks
+    included.
+    """
+
+    def covered(cell: Cell) -> bool:
+        uses = uses_of(catalog.plans_of(cell))
+        built = all(use.symbol in pack.plans for use in uses)
+        return built and is_certified(cell, uses, pack, evidence)
+
+    return [cell for cell in cells if not covered(cell)]
 
 
 def free(path: Path) -> Path:

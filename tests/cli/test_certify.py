@@ -81,6 +81,11 @@ def test_missing_is_what_no_certificate_covers_as_the_pack_has_it(
     changed = {s: replace(plan, device_code="0" * 64) for s, plan in second.plans.items()}
     stale = replace(second, plans=changed)
     assert missing(catalog, cells, pack, [first, stale]) == left
+    symbol = next(s for s, plan in pack.plans.items() if plan.family == "scatter")
+    without = replace(pack, plans={s: plan for s, plan in pack.plans.items() if s != symbol})
+    lost = missing(catalog, cells, without, [first, second])
+    assert lost == [cell for cell in cells if symbol in {p.symbol for p in catalog.plans_of(cell)}]
+    assert lost
 
 
 def test_a_second_file_never_replaces_the_first(tmp_path: Path) -> None:
