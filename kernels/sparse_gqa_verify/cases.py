@@ -284,10 +284,10 @@ def expected(inputs: Inputs, dtype: torch.dtype = torch.float32) -> torch.Tensor
 def by_request(inputs: Inputs, tokens: int) -> torch.Tensor:
     """What :func:`expected` computes, but for the order of sums, in fp32 until the roundings.
 
-    Where the reference gathers every row's list, this decodes each request's whole context once,
-    for all its rows, and weighs a token by how often a row lists it: a tenth of the work. A
+    Where the reference gathers every row's list, this decodes the cache once, takes each request's
+    whole context out of it for all its rows, and weighs a token by how often a row lists it. A
     request has at most ``tokens`` rows, anywhere in the batch. What is listed must be finite: a
-    NaN would reach all rows of its request.
+    NaN counts as 0 here, as it must where no row lists it.
     """
     rows, heads, dim = inputs.q.shape
     pages, kv_heads, page_size, _ = inputs.k_cache.shape
@@ -315,56 +315,51 @@ def by_request(inputs: Inputs, tokens: int) -> torch.Tensor:
     counts = torch.zeros(requests * tokens + 1, length, device=device)
     q[place] = inputs.q.float()
     counts[place] = listed
-    q = q[:-1].view(requests, tokens, kv_heads, group, dim).transpose(1, 2)
+    q = q[:-1].view(requests, tokens, kv_heads, group, dim).permute(2, 0, 1, 3, 4)
     counts = counts[:-1].view(requests, tokens, length)
 
     v_scales = inputs.v_block_scales
     if v_scales is not None and inputs.v_scale_order is VScaleOrder.INTERLEAVED:
         v_scales = deinterleave(v_scales.view(torch.uint8)).view(torch.float8_e4m3fn)
+    keys, values = (
+        _heads_first(decode(data, scales))
+        for data, scales in (
+            (inputs.k_cache, inputs.k_block_scales),
+            (inputs.v_cache, v_scales),
+        )
+    )
     results = torch.zeros(requests * tokens + 1, heads, dim, device=device)
     for first in range(0, requests, REQUESTS_AT_A_TIME):
         part = slice(first, first + REQUESTS_AT_A_TIME)
         table = inputs.block_table[part].long()
         table = torch.where((table >= 0) & (table < pages), table, 0)
         several = table.shape[0]
-        weight = counts[part]
-        read = (weight > 0).any(1)[:, None, :, None]
-
-        def plane(
-            data: torch.Tensor,
-            scales: torch.Tensor | None,
-            table: torch.Tensor = table,
-            read: torch.Tensor = read,
-        ) -> torch.Tensor:
-            values = decode(_pages(data, table), None if scales is None else _pages(scales, table))
-            values = values.transpose(1, 2).reshape(table.shape[0], kv_heads, length, dim)
-            return values.masked_fill_(~read, 0)
-
-        k = plane(inputs.k_cache, inputs.k_block_scales)
-        scores = q[part].reshape(several, kv_heads, tokens * group, dim) @ k.transpose(-1, -2)
+        weight = counts[part][None, :, :, None, :]
+        k = keys[:, table].view(kv_heads, several, length, dim)
+        scores = q[:, part].reshape(kv_heads, several, tokens * group, dim) @ k.transpose(-1, -2)
         scores = scores * (inputs.softmax_scale * inputs.k_scale)
-        scores = scores.view(several, kv_heads, tokens, group, length)
-        weight = weight[:, None, :, None, :]
+        scores = scores.view(kv_heads, several, tokens, group, length)
         top = scores.masked_fill(weight == 0, -torch.inf).amax(-1, keepdim=True)
         top = torch.where(torch.isneginf(top), 0, top)
         weights = torch.where(weight > 0, torch.exp(scores - top) * weight, 0)
         total = weights.sum(-1, keepdim=True)
         weights = torch.where(total == 0, 0, weights / total)
-        v = plane(inputs.v_cache, v_scales)
-        sums = weights.view(several, kv_heads, tokens * group, length) @ v * inputs.v_scale
-        sums = sums.view(several, kv_heads, tokens, group, dim).transpose(1, 2)
+        del k
+        v = values[:, table].view(kv_heads, several, length, dim)
+        sums = weights.view(kv_heads, several, tokens * group, length) @ v * inputs.v_scale
+        sums = sums.view(kv_heads, several, tokens, group, dim).permute(1, 2, 0, 3, 4)
         results[first * tokens : (first + several) * tokens] = sums.reshape(-1, heads, dim)
     out = results[place].to(inputs.q.dtype)
     return out if inputs.output_gate is None else gate(out, inputs.output_gate)
 
 
-def _pages(data: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """``data[table]`` ``[requests, columns, heads, tokens, bytes]``; through bytes, since not every
-    device indexes float8.
-    """
-    if data.itemsize > 1:
-        return data[table]
-    return data.view(torch.uint8)[table].view(data.dtype)
+def _heads_first(values: torch.Tensor) -> torch.Tensor:
+    """A decoded cache as ``[heads, pages, tokens, dim]`` with 0 for NaN."""
+    return (
+        values.transpose(0, 1)
+        .contiguous()
+        .nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+    )
 
 
 def hardened(inputs: Inputs) -> Inputs:
