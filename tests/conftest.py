@@ -8,12 +8,14 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 from filelock import FileLock
+from specplan.plans.catalog import load as load_catalog
 
 import packs
 
@@ -57,24 +59,28 @@ def small_pack(tmp_path_factory: pytest.TempPathFactory, cli: packs.Cli) -> pack
     return packs.SmallPack(root, catalog, json.loads(done.read_text()))
 
 
+@cache
+def _catalogued() -> tuple[str, ...]:
+    return tuple(load_catalog().archs)
+
+
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Iterator[Any]:
     """The first CUDA device of an arch that the test takes, named by ``@pytest.mark.gpu("sm_90a",
-    ...)``; else a skip.
+    ...)`` or else any of the catalog's; or a skip.
     """
     torch = pytest.importorskip("torch")
     marker = request.node.get_closest_marker("gpu")
     archs = tuple(marker.args) if marker is not None else ()
+    archs = archs or _catalogued()
     found = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         major, minor = torch.cuda.get_device_capability(index)
         found.append(f"sm_{major}{minor}a")
-        if not archs or found[-1] in archs:
+        if found[-1] in archs:
             yield torch.device("cuda", index)
             return
-    pytest.skip(
-        f"needs a GPU of arch {' or '.join(archs) or 'any'}; found: {', '.join(found) or 'none'}"
-    )
+    pytest.skip(f"needs a GPU of arch {' or '.join(archs)}; found: {', '.join(found) or 'none'}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
