@@ -59,6 +59,16 @@ def small_pack(tmp_path_factory: pytest.TempPathFactory, cli: packs.Cli) -> pack
     return packs.SmallPack(root, catalog, json.loads(done.read_text()))
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small tensors gain nothing from threads, and on a busy machine these wait for each other."""
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @cache
 def _catalogued() -> tuple[str, ...]:
     return tuple(load_catalog().archs)

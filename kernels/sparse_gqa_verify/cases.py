@@ -259,6 +259,20 @@ def make_inputs(
     )
 
 
+def entries(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`valid_entries` of a call: ``(valid, page, slot)``, each ``[N, W]``."""
+    pages, _, page_size, _ = inputs.k_cache.shape
+    return valid_entries(
+        inputs.block_table,
+        inputs.selected_tokens,
+        inputs.request_indices,
+        pages,
+        page_size,
+        inputs.valid_count,
+        inputs.query_positions,
+    )
+
+
 def expected(inputs: Inputs, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The reference's output for the inputs of a call."""
     return attention(
@@ -294,15 +308,7 @@ def by_request(inputs: Inputs, tokens: int) -> torch.Tensor:
     requests, columns = inputs.block_table.shape
     length, group = columns * page_size, heads // kv_heads
     device = inputs.q.device
-    valid, _, _ = valid_entries(
-        inputs.block_table,
-        inputs.selected_tokens,
-        inputs.request_indices,
-        pages,
-        page_size,
-        inputs.valid_count,
-        inputs.query_positions,
-    )
+    valid, _, _ = entries(inputs)
     at = torch.where(valid, inputs.selected_tokens.long(), 0)
     listed = torch.zeros(rows, length, device=device).scatter_add_(1, at, valid.float())
 

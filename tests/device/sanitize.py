@@ -22,7 +22,7 @@ from pathlib import Path
 
 import specplan
 import torch
-import unwritten as scarce_memory
+import unwritten
 from specplan.plans.catalog import load as load_catalog
 
 POINTS = ((1, 1), (3, 2), (8, 8), (64, 4), (256, 8))
@@ -62,69 +62,6 @@ def spread(
                         if not float(comparison.error) <= comparison.bound:
                             raise SystemExit(f"{cell}: {case.name}: {comparison}")
                     count += 1
-    return count
-
-
-def unwritten(pack: specplan.Pack, device: torch.device, control: bool) -> int:
-    """Scatter and gather over buffers whose producer wrote only what it must."""
-    count = 0
-    for requests, tokens in POINTS:
-        size, outputs = requests + 5, requests + 4
-        lens_host = torch.arange(requests) % (tokens + 2)
-
-        def empty(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=torch.int32, device=device)
-
-        new, following, drafts = (
-            empty(outputs, tokens),
-            empty(outputs, tokens),
-            empty(outputs, tokens - 1),
-        )
-        lens, slots = empty(outputs), empty(requests + 2)
-        lens[3 : 3 + requests] = lens_host.to(device, torch.int32)
-        slots[:requests] = torch.randperm(size)[:requests].to(device, torch.int32)
-        for r in range(requests):
-            new[3 + r, : min(int(lens_host[r]), tokens)] = 7
-        following[3 : 3 + requests] = 8
-        if tokens > 1:
-            drafts[3 : 3 + requests] = 9
-        stores = (empty(8, size, 1), empty(8, size, 1), empty(size), empty(size, 7))
-        arguments = (new, following, lens, drafts, slots, *stores, 3, requests)
-        (specplan.reference.scatter if control else pack.scatter.require)(*arguments)
-        moved = slots[:requests].long()
-        history = stores[0][:, moved, 0].T.cpu()
-        wanted = torch.where(
-            torch.arange(8) < torch.minimum(lens_host, torch.tensor(tokens))[:, None], 7, 0
-        )
-        if not torch.equal(history, wanted.int()):
-            raise SystemExit(f"scatter {requests}x{tokens}: wrong history")
-        if not control:
-            positions = empty(requests * tokens + 2)
-            positions[: requests * tokens] = slots[:requests].repeat_interleave(tokens)
-            outs = (
-                empty(requests * tokens),
-                empty(max(1, requests * (tokens - 1))),
-                empty(requests * tokens),
-                empty(requests),
-            )
-            pack.gather.require(
-                stores[1],
-                stores[3],
-                stores[2],
-                slots,
-                positions,
-                *outs,
-                0,
-                0,
-                0,
-                0,
-                requests,
-                tokens,
-                tokens - 1,
-            )
-            if not torch.equal(outs[3].cpu(), (lens_host - tokens).int()):
-                raise SystemExit(f"gather {requests}x{tokens}: wrong kv offsets")
-        count += 1
     return count
 
 
@@ -172,11 +109,11 @@ def main() -> None:
         else spread(pack, device, options.quick, options.family, options.most_requests)
     )
     if not options.family or {"scatter", "gather"} & set(options.family):
-        calls += unwritten(pack, device, options.control)
+        calls += unwritten.copies(pack, device, POINTS, options.control)
     if options.unwritten:
         for family in sorted(set(pack.manifest().objects) - {"scatter", "gather"}):
             if family in (options.family or [family]):
-                calls += scarce_memory.calls(pack, family, device)
+                calls += unwritten.calls(pack, family, device)
     torch.cuda.synchronize()
     print(f"{calls} calls, every result as the reference gives it")
 

@@ -8,7 +8,7 @@ nor the results are, the second takes over the first's bytes after the launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -19,7 +19,6 @@ from specplan.kernels.gdn_replay import cases as gdn
 from specplan.kernels.rollback import cases as rollback
 from specplan.kernels.rollback import reference as rollback_reference
 from specplan.kernels.sparse_gqa_verify import cases as gqa
-from specplan.kernels.sparse_gqa_verify.reference import valid_entries
 from specplan.plans import gdn_replay as gdn_plan
 from specplan.plans.sparse_gqa_verify import VScaleOrder
 from torch import Tensor
@@ -64,6 +63,76 @@ def _hold(name: str, comparisons: Iterator[Comparison]) -> None:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
+
+
+# ----- scatter and gather -------------------------------------------------------------------------
+
+
+def copies(
+    pack: specplan.Pack, device: torch.device, points: Iterable[tuple[int, int]], control: bool
+) -> int:
+    """Scatter and gather over buffers whose producer wrote only what it must; with ``control`` the
+    torch ops that scatter replaces. Returns how many sizes were right.
+    """
+    count = 0
+    for requests, tokens in points:
+        size, outputs = requests + 5, requests + 4
+        lens_host = torch.arange(requests) % (tokens + 2)
+
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=device)
+
+        new, following, drafts = (
+            empty(outputs, tokens),
+            empty(outputs, tokens),
+            empty(outputs, tokens - 1),
+        )
+        lens, slots = empty(outputs), empty(requests + 2)
+        lens[3 : 3 + requests] = lens_host.to(device, torch.int32)
+        slots[:requests] = torch.randperm(size)[:requests].to(device, torch.int32)
+        for r in range(requests):
+            new[3 + r, : min(int(lens_host[r]), tokens)] = 7
+        following[3 : 3 + requests] = 8
+        if tokens > 1:
+            drafts[3 : 3 + requests] = 9
+        stores = (empty(8, size, 1), empty(8, size, 1), empty(size), empty(size, 7))
+        arguments = (new, following, lens, drafts, slots, *stores, 3, requests)
+        (specplan.reference.scatter if control else pack.scatter.require)(*arguments)
+        moved = slots[:requests].long()
+        history = stores[0][:, moved, 0].T.cpu()
+        wanted = torch.where(
+            torch.arange(8) < torch.minimum(lens_host, torch.tensor(tokens))[:, None], 7, 0
+        )
+        if not torch.equal(history, wanted.int()):
+            raise SystemExit(f"scatter {requests}x{tokens}: wrong history")
+        if not control:
+            positions = empty(requests * tokens + 2)
+            positions[: requests * tokens] = slots[:requests].repeat_interleave(tokens)
+            outs = (
+                empty(requests * tokens),
+                empty(max(1, requests * (tokens - 1))),
+                empty(requests * tokens),
+                empty(requests),
+            )
+            pack.gather.require(
+                stores[1],
+                stores[3],
+                stores[2],
+                slots,
+                positions,
+                *outs,
+                0,
+                0,
+                0,
+                0,
+                requests,
+                tokens,
+                tokens - 1,
+            )
+            if not torch.equal(outs[3].cpu(), (lens_host - tokens).int()):
+                raise SystemExit(f"gather {requests}x{tokens}: wrong kv offsets")
+        count += 1
+    return count
 
 
 # ----- rollback -----------------------------------------------------------------------------------
@@ -237,27 +306,13 @@ def _gqa(
 
 def _scarce_inputs(inputs: gqa.Inputs) -> gqa.Inputs:
     """The same inputs in memory of their own, caches and scales written where they are listed."""
-    found: dict[int, tuple[Tensor, Tensor]] = {}
+    found = {raw.data_ptr(): (raw, torch.zeros_like(raw)) for raw in gqa._storages(inputs)}
     tensors = {
         each.name: getattr(inputs, each.name)
         for each in fields(gqa.Inputs)
         if isinstance(getattr(inputs, each.name), Tensor)
     }
-    for tensor in tensors.values():
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in found:
-            raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            found[storage.data_ptr()] = raw, torch.zeros_like(raw)
-    pages, page_size = inputs.k_cache.shape[0], inputs.k_cache.shape[2]
-    valid, page, slot = valid_entries(
-        inputs.block_table,
-        inputs.selected_tokens,
-        inputs.request_indices,
-        pages,
-        page_size,
-        inputs.valid_count,
-        inputs.query_positions,
-    )
+    valid, page, slot = gqa.entries(inputs)
     page, slot = page[valid], slot[valid]
     for name, tensor in tensors.items():
         _, marks = found[tensor.untyped_storage().data_ptr()]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from random import Random
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import specplan
 import torch
@@ -384,6 +384,44 @@ def run_scene(
         else:
             _judge(row, scene, call, family, ours, verdicts)
         raw.copy_(base)
+
+
+class Run(NamedTuple):
+    """What came of some scenes, and those of them that had a call."""
+
+    score: Score
+    rows: set[int]
+
+    @property
+    def failures(self) -> list[Failure]:
+        return self.score.failures
+
+    def all_fail(self) -> bool:
+        """Whether something was found wrong in every one of several scenes."""
+        return len(self.rows) > 3 and {failure.row for failure in self.failures} == self.rows
+
+
+def run_scenes(
+    family: Family,
+    scene_of: Callable[[Random], Scene],
+    call_of: Callable[[Random, Scene], Call],
+    launch_of: Callable[[Scene], Launch],
+    seed: str,
+    count: int,
+    keep: Callable[[Call], bool] = lambda call: True,
+    wrap: Callable[[torch.Tensor], torch.Tensor] = lambda t: t,
+) -> Run:
+    """Some scenes with ten calls each, less those that are not to be kept."""
+    rows: set[int] = set()
+    score, verdicts = Score(), Verdicts(0)
+    for row in range(count):
+        chance = Random(f"{seed}:{row}")
+        scene = scene_of(chance)
+        calls = [call for call in (call_of(chance, scene) for _ in range(10)) if keep(call)]
+        rows |= {row} if calls else set()
+        run_scene(row, scene, calls, family, launch_of(scene), verdicts, score, wrap)
+    verdicts.settle(score)
+    return Run(score, rows)
 
 
 def _judge(

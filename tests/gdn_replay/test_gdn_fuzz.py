@@ -4,11 +4,11 @@ that run the sequential reference, and the fuzzer's judgement over ops with mist
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import specplan
@@ -22,6 +22,8 @@ import fuzzing
 from fuzzing import gdn_replay, scenes
 from imagined import ARCH, imagined_pack
 from stubs import OnlyOnDevice, on_device, plain
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 HOST = torch.device("cpu")
 PROBLEMS = [{"key_heads": 2, "value_heads": 8}]
@@ -44,54 +46,21 @@ def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> specplan.Pack:
     return pack
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors gain nothing from threads, and on a busy machine these wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-class Run(NamedTuple):
-    """What came of some scenes, and those of them that had a call."""
-
-    score: fuzzing.Score
-    rows: set[int]
-
-    @property
-    def failures(self) -> list[fuzzing.Failure]:
-        return self.score.failures
-
-    def all_fail(self) -> bool:
-        """Whether something was found wrong in every one of several scenes."""
-        return len(self.rows) > 3 and {failure.row for failure in self.failures} == self.rows
-
-
 def run(
     launch: Callable[[scenes.Scene], scenes.Launch],
     seed: str,
     count: int,
     keep: Callable[[fuzzing.Call], bool] = lambda call: True,
     wrap: Callable[[torch.Tensor], torch.Tensor] = on_device,
-) -> Run:
+) -> scenes.Run:
     """Some scenes with ten calls each."""
-    rows: set[int] = set()
-    score, verdicts = fuzzing.Score(), scenes.Verdicts(0)
-    for row in range(count):
-        chance = Random(f"{seed}:{row}")
-        scene = gdn_replay.scene(chance, PROBLEMS, HOST, most=5)
-        calls = [call for call in (any_call(chance, scene) for _ in range(10)) if keep(call)]
-        rows |= {row} if calls else set()
-        scenes.run_scene(
-            *(row, scene, calls, gdn_replay.FAMILY, launch(scene), verdicts, score), wrap
-        )
-    verdicts.settle(score)
-    return Run(score, rows)
 
+    def scene_of(chance: Random) -> scenes.Scene:
+        return gdn_replay.scene(chance, PROBLEMS, HOST, most=5)
 
-def any_call(chance: Random, scene: scenes.Scene) -> fuzzing.Call:
-    return gdn_replay.any_call(chance, scene)
+    return scenes.run_scenes(
+        gdn_replay.FAMILY, scene_of, gdn_replay.any_call, launch, seed, count, keep, wrap
+    )
 
 
 # What the stand-in for device code does with an output whose rows are one.
@@ -177,7 +146,7 @@ def judged(
     launch: Callable[[scenes.Scene], scenes.Launch],
     op: str = "",
     keep: Callable[[fuzzing.Call], bool] = as_made,
-) -> Run:
+) -> scenes.Run:
     return run(
         launch,
         "judge",

@@ -4,9 +4,9 @@ functions that run the reference, and the fuzzer's judgement over ops with mista
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -23,31 +23,9 @@ from fuzzing import scenes, sparse_gqa_verify  # noqa: E402
 from stubs import OnlyOnDevice, on_device  # noqa: E402  isort: skip
 from test_gqa_op import SMALL, functions, pack  # noqa: E402, F401  isort: skip
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HOST = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors gain nothing from threads, and on a busy machine these wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-class Run(NamedTuple):
-    """What came of some scenes, and those of them that had a call."""
-
-    score: fuzzing.Score
-    rows: set[int]
-
-    @property
-    def failures(self) -> list[fuzzing.Failure]:
-        return self.score.failures
-
-    def all_fail(self) -> bool:
-        """Whether something was found wrong in every one of several scenes."""
-        return len(self.rows) > 3 and {failure.row for failure in self.failures} == self.rows
 
 
 def run(
@@ -57,21 +35,17 @@ def run(
     words: Callable[..., int],
     keep: Callable[[fuzzing.Call], bool] = lambda call: True,
     wrap: Callable[[torch.Tensor], torch.Tensor] = on_device,
-) -> Run:
+) -> scenes.Run:
     """Some scenes with ten calls each."""
-    rows: set[int] = set()
-    score, verdicts = fuzzing.Score(), scenes.Verdicts(0)
-    for row in range(count):
-        chance = Random(f"{seed}:{row}")
-        scene = sparse_gqa_verify.scene(chance, [dict(SMALL)], HOST, words, most=1)
-        made = (sparse_gqa_verify.any_call(chance, scene) for _ in range(10))
-        calls = [call for call in made if keep(call)]
-        rows |= {row} if calls else set()
-        scenes.run_scene(
-            *(row, scene, calls, sparse_gqa_verify.FAMILY, launch, verdicts, score), wrap
-        )
-    verdicts.settle(score)
-    return Run(score, rows)
+    family = sparse_gqa_verify.FAMILY
+
+    def scene_of(chance: Random) -> scenes.Scene:
+        return sparse_gqa_verify.scene(chance, [dict(SMALL)], HOST, words, most=1)
+
+    any_call = sparse_gqa_verify.any_call
+    return scenes.run_scenes(
+        family, scene_of, any_call, lambda scene: launch, seed, count, keep, wrap
+    )
 
 
 @pytest.fixture
@@ -140,7 +114,7 @@ def mistaken(mistake: Callable[[fuzzing.Call, Mapping[str, Any]], Any]) -> scene
 
 def judged(
     launch: scenes.Launch, keep: Callable[[fuzzing.Call], bool] = as_made, words: int = 0
-) -> Run:
+) -> scenes.Run:
     return run(launch, "judge", 8, lambda *_, **__: words, keep, wrap=lambda tensor: tensor)
 
 
