@@ -11,6 +11,7 @@ a group fills, and the rest are launch integers:
 ``whole_units``  units that one CTA takes alone, the first ones, before others are split
 ``splits``       CTAs that share each unit beyond those
 ``cluster``      CTAs of a cluster: ``splits`` where a unit's splits merge in shared memory, or 1
+``apart``        1 where every CTA gets an SM for itself although two would fit, else 0
 
 One-split: a CTA a unit, ``splits`` 1. All-split: no unit is whole, and the splits merge in clusters
 or through the workspace. Split last wave: full waves of whole units, and the remainder split so
@@ -48,29 +49,42 @@ UNION_TOKENS = 262144
 #: Warps of a CTA by the MMA tiles that its group fills: four, and two CTAs an SM, or eight, and the
 #: SM for itself. On an H200, in us in bf16, NVFP4 and FP8, with 24/2 heads: 128 units of two rows
 #: took 74, 77 and 64 with eight (with four, in an earlier version, 92 and 86 in bf16 and NVFP4). Of
-#: four rows, 64 units in pairs of CTAs took 67, 63 and 58 with four and 64, 62 and 56 with eight,
-#: 128 units 105, 94 and 84 and, whole, 106, 103 and 92, and 512 of them 360, 343 and 294, and 423,
-#: 411 and 351. One form for four rows serves all.
+#: four rows, 512 units took 360, 343 and 294 with four and 423, 411 and 351 with eight.
 WARPS = {1: 4, 2: 8, 3: 4}
 #: Tokens of a tile of the inner loop for each warp.
 WARP_TOKENS = 16
 #: What a merge in memory costs after a last wave, in tiles.
 MERGE_TILES = 2
-#: What a tile costs where a CTA has its SM for itself, and where two share it, of lone rows and of
-#: groups; and what a merge in memory costs lone rows, once and for every so many units. On an H200
-#: in bf16: 1.6 us and 2.5 us a tile of lone rows, 2.7 us and 4.5 us of four rows, and 3, 6 and 9 us
-#: a merge of 32, 64 and 96 units of lone rows.
+#: What a tile of lone rows costs where a CTA has its SM for itself, and where two share it; and
+#: what a merge in memory costs, once and for every so many units. On an H200 in bf16: 1.6 us and
+#: 2.5 us a tile, and 3, 6 and 9 us a merge of 32, 64 and 96 units.
 LONE_TILE = (2, 3)
-GROUP_TILE = (3, 5)
 MERGE_COST = 1
 MERGE_UNITS = 10
 #: fp32 words of a row of partial results: its sums, and four more of which two are used.
 PARTIAL_WORDS = HEAD_DIM + 4
-#: Fewest units, were every row its own, from which grouping the rows of a request pays. On an H200
-#: with 24/2 heads, 4 rows a request and lists that overlap 90 %, in us, row by row and grouped, in
-#: bf16, NVFP4 and FP8: 36 rows (72 units) 35, 33, 29 and 42, 39, 36; 48 rows 50, 47, 41 and 41, 40,
-#: 37.
-GROUPING_UNITS = 80
+#: Fewest units, were every row its own, from which grouping pays, by the rows of a group.
+GROUPING_UNITS = {2: 48, 3: 32, 4: 32}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a call of grouped rows costs on an H200, in tenths of a microsecond: a sum that depends
+    on where splits merge, and a tile of the CTA that has most of them. ``apart`` where a CTA has
+    its SM for itself, ``shared`` where there are two.
+    """
+
+    tile_apart: int
+    tile_shared: int
+    memory_apart: int
+    memory_shared: int
+    cluster: int
+
+
+#: By warps of a CTA. Fitted to launches of four rows a group at 16 to 256 rows, 24/2 heads, lists
+#: that overlap 90 %, and of two rows at 32 and 64. With two CTAs an SM a tile of bf16 takes 43 and
+#: of NVFP4 36.
+COSTS = {4: Cost(24, 40, 122, 170, 140), 8: Cost(35, 35, 130, 130, 110)}
 
 
 class VScaleOrder(Enum):
@@ -94,6 +108,7 @@ class Launch:
     splits: int
     whole_units: int
     cluster: int = 1
+    apart: int = 0
 
 
 def m_tiles(geometry: Mapping[str, int], group_rows: int) -> int:
@@ -122,23 +137,16 @@ def groups(requests: int, tokens: int, group_rows: int) -> int:
     return requests * -(-tokens // group_rows)
 
 
-def group_rows(geometry: Mapping[str, int], requests: int, tokens: int, arch: Arch) -> int:
+def group_rows(geometry: Mapping[str, int], requests: int, tokens: int) -> int:
     """Rows of a group: 1, or an even share of a request's rows that fills few MMA tiles."""
     group = geometry["q_heads"] // geometry["kv_heads"]
-    units = requests * tokens * geometry["kv_heads"]
     most = min(GROUP_ROWS, MAX_M_TILES * MMA_ROWS // group)
-    if tokens == 1 or most == 1 or units < GROUPING_UNITS:
+    if tokens == 1 or most == 1:
         return 1
     if geometry["selected"] > UNION_LIST or geometry["page_size"] % 4:
         return 1
     rows = -(-tokens // -(-tokens // most))
-    half = -(-rows // 2)
-    units, halves = (groups(requests, tokens, n) * geometry["kv_heads"] for n in (rows, half))
-    pairs = _clusters(2, arch.sm_count)
-    if m_tiles(geometry, half) == 2 and units > _clusters(4, arch.sm_count) and halves <= pairs:
-        # Pairs of CTAs, a unit of half the rows each, fill the SMs once.
-        return half
-    return rows
+    return rows if requests * tokens * geometry["kv_heads"] >= GROUPING_UNITS[rows] else 1
 
 
 def _clusters(size: int, slots: int) -> int:
@@ -154,14 +162,12 @@ def _forced(splits: int) -> int:
     return splits if splits <= MAX_CLUSTER else 1
 
 
-def _split(width: int, units: int, alone: bool, warps: int, arch: Arch) -> tuple[int, int]:
-    """``(splits, CTAs of a cluster)`` that cost least where all units run at a time: tiles a CTA,
-    which take longer where SMs hold two CTAs, and the merge.
+def _split_lone(width: int, units: int, warps: int, arch: Arch) -> tuple[int, int]:
+    """``(splits, CTAs of a cluster)`` that cost least where all units of lone rows run at a time:
+    tiles a CTA, which take longer where SMs hold two CTAs, and the merge.
     """
     slots = arch.sm_count * resident(warps)
-    single, shared = LONE_TILE if alone else GROUP_TILE
-    if resident(warps) == 1:
-        shared = single
+    single, shared = LONE_TILE
     costs = [(_tiles(width, 1, warps) * (single if units <= arch.sm_count else shared), 1, 1)]
     for size in range(2, MAX_CLUSTER + 1):
         if units <= _clusters(size, slots):
@@ -170,7 +176,7 @@ def _split(width: int, units: int, alone: bool, warps: int, arch: Arch) -> tuple
             spread = size % 2 == 0 and units <= _clusters(size, arch.sm_count)
             costs.append((_tiles(width, size, warps) * (single if spread else shared), size, size))
     splits = _useful_splits(width, slots // units, warps)
-    if alone and splits > 1:
+    if splits > 1:
         tile = single if units * splits <= arch.sm_count else shared
         merge = MERGE_COST + units // MERGE_UNITS
         costs.append((_tiles(width, splits, warps) * tile + merge, splits, 1))
@@ -178,16 +184,54 @@ def _split(width: int, units: int, alone: bool, warps: int, arch: Arch) -> tuple
     return splits, cluster
 
 
+def _split_groups(
+    width: int, units: int, rows: int, warps: int, arch: Arch
+) -> tuple[int, int, int]:
+    """``(splits, CTAs of a cluster, apart)`` that cost least where all units of groups run at a
+    time.
+    """
+    cost = COSTS[warps]
+    # The union, where a tenth of each further row's list is its own.
+    width = width * (9 + rows) // 10
+    slots = arch.sm_count * resident(warps)
+    found = []
+
+    def add(splits: int, cluster: int) -> None:
+        alone = units <= _clusters(cluster, arch.sm_count) // (splits if cluster == 1 else 1)
+        tile = cost.tile_apart if alone else cost.tile_shared
+        base = cost.cluster
+        if splits > 1 and cluster == 1:
+            base = cost.memory_apart if alone else cost.memory_shared
+        apart = int(alone and resident(warps) > 1)
+        found.append((base + tile * _tiles(width, splits, warps), splits, cluster, apart))
+
+    add(1, 1)
+    for size in range(2, MAX_CLUSTER + 1):
+        # Larger ones were not better than a merge in memory where SMs hold two CTAs.
+        if units <= _clusters(size, slots if size == 2 else arch.sm_count):
+            add(size, size)
+    for most in (arch.sm_count, slots):
+        # As many as there is room for, even if no CTA has a tile less: a union may be longer.
+        splits = min(most // units, MAX_SPLITS, _tiles(width, 1, warps))
+        if splits > 1:
+            add(splits, 1)
+    _, splits, cluster, apart = min(found)
+    return splits, cluster, apart
+
+
 def choose(geometry: Mapping[str, int], requests: int, tokens: int, arch: Arch) -> Launch:
     """The launch that the rule takes when nothing is forced."""
-    rows = group_rows(geometry, requests, tokens, arch)
+    rows = group_rows(geometry, requests, tokens)
     warps = WARPS[m_tiles(geometry, rows)]
     units = groups(requests, tokens, rows) * geometry["kv_heads"]
     width = geometry["selected"]
     slots = arch.sm_count * resident(warps)
     if units < slots:
-        splits, cluster = _split(width, units, rows == 1, warps, arch)
-        return Launch(tokens, rows, splits, 0, cluster)
+        if rows == 1:
+            splits, cluster = _split_lone(width, units, warps, arch)
+            return Launch(tokens, rows, splits, 0, cluster)
+        splits, cluster, apart = _split_groups(width, units, rows, warps, arch)
+        return Launch(tokens, rows, splits, 0, cluster, apart)
     whole = units // slots * slots
     rest = units - whole
     if rest:
@@ -283,6 +327,7 @@ class _SparseGqaVerify:
                     ("splits", launch.splits),
                     ("whole_units", launch.whole_units),
                     ("cluster", launch.cluster),
+                    ("apart", launch.apart),
                 ),
             ),
         )

@@ -38,7 +38,7 @@ _BLOCK_SCALES = (3, 4)
 _GATE = -3
 #: Where the words of the workspace and the splits stand among the integers, from the end. A call
 #: with 0 splits is checked like any other and launches nothing.
-_WORDS, _SPLITS = -6, -3
+_WORDS, _SPLITS = -7, -4
 _LINEAR, _INTERLEAVED = planning.VScaleOrder.LINEAR, planning.VScaleOrder.INTERLEAVED
 _BF16, _FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -463,7 +463,7 @@ class SparseGqaVerify(Op):
         named = dict(zip(_GEOMETRY, geometry, strict=True))
         words = _words(named, requests, launch)
         sizes = (requests, q_heads, cache[1], cache[2], width, words)
-        order = ("tokens", "group_rows", "splits", "whole_units", "cluster")
+        order = ("tokens", "group_rows", "splits", "whole_units", "cluster", "apart")
         if len(self._admitted) >= MOST_REMEMBERED:
             self._admitted.clear()
         found = (
@@ -550,7 +550,7 @@ class SparseGqaVerify(Op):
             *(0, 0, 0),
             *((0,) if dtype == "nvfp4" else ()),
             *(1, 1, 1, 4, 1, words),
-            *(1, 1, 2, 0, 1),
+            *(1, 1, 2, 0, 1, 0),
         )
 
     @classmethod
@@ -558,7 +558,7 @@ class SparseGqaVerify(Op):
         cls, plan: PlanRecord, device: torch.device
     ) -> tuple[tuple[Any, ...], ...]:
         """The same, merged in a cluster: a plan may have a kernel of its own for it."""
-        return ((*cls.idle_arguments(plan, device)[:-1], 2),)
+        return ((*cls.idle_arguments(plan, device)[:-2], 2, 0),)
 
 
 _GEOMETRY = ("q_heads", "kv_heads", "head_dim", "page_size", "selected")

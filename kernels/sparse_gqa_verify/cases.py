@@ -41,7 +41,7 @@ RELATIVE_L2 = 4e-3
 ABSOLUTE = 2**-6
 
 #: Caches of many requests share physical pages, as a prefix cache does, so that they stay small.
-MOST_TOKENS = 32768
+MOST_TOKENS = 16384
 #: Words after the workspace.
 GUARD = 64
 #: NaNs with payloads that no kernel makes: what outputs, guards and workspace hold before a call.

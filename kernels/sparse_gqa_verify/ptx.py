@@ -85,6 +85,16 @@ def population(value: Int32) -> Int32:
     return _arithmetic("popc.b32 $0, $1;", value)
 
 
+def highest_bit(value: Int32) -> Int32:
+    """Where the highest set bit stands; -1 if none is set."""
+    return _arithmetic("bfind.u32 $0, $1;", value)
+
+
+def lowest_bit(value: Int32) -> Int32:
+    """Where the lowest set bit stands; -1 if none is set."""
+    return highest_bit(value & (Int32(0) - value))
+
+
 def choose(condition: Boolean, yes: Int32, no: Int32) -> Int32:
     text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; selp.b32 $0, $2, $3, p; }"
     return _arithmetic(text, Int32(condition), yes, no)
@@ -297,8 +307,11 @@ def or_shared(address: Int32, bits: Int32) -> None:
     _emit("memory", "", "red.shared.or.b32 [$0], $1;", "rr", [address, bits], True)
 
 
-def add_shared(address: Int32, value: Int32) -> None:
-    _emit("memory", "", "red.shared.add.u32 [$0], $1;", "rr", [address, value], True)
+def or_shared_before(address: Int32, bits: Int32) -> Int32:
+    """Sets bits of a word, and returns the word before that."""
+    return Int32(
+        _emit("memory", "r", "atom.shared.or.b32 $0, [$1], $2;", "rr", [address, bits], True)
+    )
 
 
 def store_shared_if(address: Int32, value: Int32, condition: Boolean) -> None:
@@ -325,7 +338,9 @@ def load_rank_floats_if(
     size, target = ("", names[0]) if count == 1 else (f".v{count}", f"{{{', '.join(names)}}}")
     zeros = " ".join(f"mov.b32 {name}, 0;" for name in names)
     text = (
-        f"{{ .reg .pred p; .reg .b32 a; setp.ne.s32 p, ${count + 2}, 0; {zeros}"
+        # Without a value for the address the compiler would keep one in a register, through all
+        # loops.
+        f"{{ .reg .pred p; .reg .b32 a; setp.ne.s32 p, ${count + 2}, 0; {zeros} mov.b32 a, 0;"
         f" @p mapa.shared::cluster.u32 a, ${count}, ${count + 1};"
         f" @p ld.shared::cluster{size}.f32 {target}, [a]; }}"
     )
@@ -346,6 +361,11 @@ def load_rank_floats_if(
 def cluster_arrive() -> None:
     """Says to the cluster that this thread's accesses up to here are done."""
     _emit("memory", "", "barrier.cluster.arrive.release.aligned;", "", [], True)
+
+
+def cluster_arrive_relaxed() -> None:
+    """Says to the cluster that this thread has come here, and nothing about its stores."""
+    _emit("memory", "", "barrier.cluster.arrive.relaxed.aligned;", "", [], True)
 
 
 def cluster_wait() -> None:
@@ -382,29 +402,19 @@ def load_global_if(address: Int64, condition: Boolean, otherwise: int) -> Int32:
     return Int32(result)
 
 
-def load_global4(address: Int64) -> Words:
-    text = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
-    return _four(_emit("memory", "rrrr", text, "l", [address], True))
-
-
-def load_global4_float(address: Int64) -> tuple[Float32, Float32, Float32, Float32]:
-    text = "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];"
-    four = _emit("memory", "ffff", text, "l", [address], True)
-    a, b, c, d = (Float32(_part(four, i, T.f32())) for i in range(4))
-    return a, b, c, d
-
-
-def load_global4_if(address: Int64, condition: Boolean) -> Words:
-    """Zeros where the condition does not hold; the address is not touched then."""
+def load_global_steps_if(address: Int64, step: Int64, condition: Boolean) -> Words:
+    """Four words, ``step`` bytes apart; -1 where the condition does not hold."""
+    loads = " add.s64 at, at, $5;".join(f" @p ld.global.b32 ${i}, [at];" for i in range(4))
     text = (
-        "{ .reg .pred p; setp.ne.s32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0;"
-        " mov.b32 $3, 0; @p ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }"
+        "{ .reg .pred p; .reg .b64 at; setp.ne.s32 p, $6, 0;"
+        + "".join(f" mov.b32 ${i}, -1;" for i in range(4))
+        + f" mov.b64 at, $4;{loads} }}"
     )
     result = llvm.inline_asm(
         llvm.StructType.get_literal([T.i32()] * 4),
-        [address.ir_value(), Int32(condition).ir_value()],
+        [address.ir_value(), step.ir_value(), Int32(condition).ir_value()],
         text,
-        "=&r,=&r,=&r,=&r,l,r,~{memory}",
+        "=&r,=&r,=&r,=&r,l,l,r,~{memory}",
         has_side_effects=True,
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
@@ -412,26 +422,53 @@ def load_global4_if(address: Int64, condition: Boolean) -> Words:
     return _four(result)
 
 
-def load_global2_float_if(address: Int64, condition: Boolean) -> tuple[Float32, Float32]:
-    """Zeros where the condition does not hold; the address is not touched then."""
-    text = (
-        "{ .reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0;"
-        " @p ld.global.v2.f32 {$0, $1}, [$2]; }"
-    )
-    result = llvm.inline_asm(
-        llvm.StructType.get_literal([T.f32()] * 2),
+def _load_global_if(address: Int64, condition: Boolean, count: int) -> ir.Value:
+    names = ", ".join(f"${i}" for i in range(count))
+    zeros = "".join(f" mov.b32 ${i}, 0;" for i in range(count))
+    return llvm.inline_asm(
+        llvm.StructType.get_literal([T.i32()] * count),
         [address.ir_value(), Int32(condition).ir_value()],
-        text,
-        "=&f,=&f,l,r,~{memory}",
+        f"{{ .reg .pred p; setp.ne.s32 p, ${count + 1}, 0;{zeros}"
+        f" @p ld.global.v{count}.b32 {{{names}}}, [${count}]; }}",
+        # The early clobber keeps the results out of the address register.
+        ",".join(["=&r"] * count + ["l", "r", "~{memory}"]),
         has_side_effects=True,
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
     )
-    return Float32(_part(result, 0, T.f32())), Float32(_part(result, 1, T.f32()))
+
+
+def load_global4_if(address: Int64, condition: Boolean) -> Words:
+    """Zeros where the condition does not hold; the address is not touched then."""
+    return _four(_load_global_if(address, condition, 4))
+
+
+def load_global2_if(address: Int64, condition: Boolean) -> tuple[Int32, Int32]:
+    """Zeros where the condition does not hold; the address is not touched then."""
+    two = _load_global_if(address, condition, 2)
+    return Int32(_part(two, 0, T.i32())), Int32(_part(two, 1, T.i32()))
+
+
+def load_global4_float_if(
+    address: Int64, condition: Boolean
+) -> tuple[Float32, Float32, Float32, Float32]:
+    """Zeros where the condition does not hold; the address is not touched then."""
+    a, b, c, d = load_global4_if(address, condition)
+    return float_of_bits(a), float_of_bits(b), float_of_bits(c), float_of_bits(d)
+
+
+def load_global2_float_if(address: Int64, condition: Boolean) -> tuple[Float32, Float32]:
+    """Zeros where the condition does not hold; the address is not touched then."""
+    a, b = load_global2_if(address, condition)
+    return float_of_bits(a), float_of_bits(b)
 
 
 def store_global(address: Int64, word: Int32) -> None:
     _emit("memory", "", "st.global.b32 [$0], $1;", "lr", [address, word], True)
+
+
+def store_global2(address: Int64, a: Int32, b: Int32) -> None:
+    _emit("memory", "", "st.global.v2.b32 [$0], {$1, $2};", "lrr", [address, a, b], True)
 
 
 def store_global4(address: Int64, words: Words) -> None:
@@ -548,8 +585,3 @@ def shuffle_xor_float(value: Float32, mask: int) -> Float32:
 def shuffle_from_float(value: Float32, lane: Int32) -> Float32:
     text = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
     return Float32(_emit("memory", "f", text, "fr", [value, lane], True))
-
-
-def sum_over_warp(value: Int32) -> Int32:
-    text = "redux.sync.add.s32 $0, $1, 0xffffffff;"
-    return Int32(_emit("memory", "r", text, "r", [value], True))

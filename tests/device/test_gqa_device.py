@@ -124,7 +124,7 @@ def test_a_fused_gate_is_a_separate_gate_in_every_variant(pack: specplan.Pack, d
             kinds.add((kind if launch["splits"] > 1 else "one", launch["group_rows"] > 1))
     assert kinds == {
         *(("one", False), ("memory", False), ("cluster", False), ("last wave", False)),
-        *(("one", True), ("cluster", True), ("last wave", True)),
+        *(("one", True), ("memory", True), ("cluster", True), ("last wave", True)),
     }
 
 

@@ -28,6 +28,7 @@ _LANES = np.arange(32)
 _BASE, _GAP = 1 << 32, 1 << 16
 #: What an address of shared memory in a cluster holds above the address in its CTA: rank + 1.
 _RANK_BITS = 24
+_ARRIVALS = tuple(f"barrier.cluster.arrive.{order}.aligned" for order in ("release", "relaxed"))
 
 
 class Memory:
@@ -226,7 +227,7 @@ class _Warp:
             elif name.startswith("barrier.cluster"):
                 assert uniform, "a barrier in divergent code"
                 waits = name == "barrier.cluster.wait.acquire.aligned"
-                assert waits or name == "barrier.cluster.arrive.release.aligned", name
+                assert waits or name in _ARRIVALS, name
                 assert self.arrived == waits, "each arrival has its wait"
                 self.arrived = not waits
                 if waits:
@@ -434,6 +435,12 @@ class _Warp:
         raw = np.ascontiguousarray(self.read(o[1]).astype(U32)).view(np.uint8).reshape(32, 4)
         self.write(o[0], np.unpackbits(raw, axis=1).sum(1).astype(U32), mask)
 
+    def do_bfind(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        assert n == "bfind.u32", n
+        value = self.read(o[1]).astype(np.int64)
+        found = np.array([int(x).bit_length() - 1 for x in value])
+        self._put("s32", o[0], found, mask)
+
     def do_fma(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
         a, b, c = (self.floats(x).astype(np.float64) for x in o[1:4])
         with np.errstate(all="ignore"):
@@ -601,6 +608,19 @@ class _Warp:
         at = (self._address(o[0], False)[live] // 4).astype(np.int64)
         value = self.read(o[1]).astype(U32)[live]
         (np.bitwise_or if p[2] == "or" else np.add).at(words, at, value)
+
+    def do_atom(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        assert n == "atom.shared.or.b32", n
+        live = np.ones(32, bool) if mask is None else mask
+        words = self.shared.view(U32)
+        at = (self._address(o[1], False) // 4).astype(np.int64)
+        value = self.read(o[2]).astype(U32)
+        before = np.zeros(32, U32)
+        # A lane after another, as hardware may: each sees what those before it have set.
+        for lane in np.flatnonzero(live):
+            before[lane] = words[at[lane]]
+            words[at[lane]] |= value[lane]
+        self.write(o[0], before, mask)
 
     def do_prefetch(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
         # Moves nothing that a program sees, but the memory must be there.

@@ -21,7 +21,7 @@ def _plan(dtype: str, m_tiles: int, arch: str) -> Plan:
 
 
 def test_the_ctas_that_planning_assumes_fit_an_sm() -> None:
-    from specplan.kernels.sparse_gqa_verify.kernel import form_of
+    from specplan.kernels.sparse_gqa_verify.kernel import TABLE_WORDS, form_of
     from specplan.plans.sparse_gqa_verify import resident
 
     for dtype in ("bf16", "fp8_e4m3", "nvfp4"):
@@ -31,7 +31,7 @@ def test_the_ctas_that_planning_assumes_fit_an_sm() -> None:
             assert resident(form.warps) * (form.smem_bytes + 1024) <= 233472
             staged = form.m_rows * (256 * 4 + 16)
             assert form.ring_at + staged <= form.smem_bytes
-            assert form.lists_at + 4 * 2176 * 4 <= form.smem_bytes
+            assert form.table_at + TABLE_WORDS * 4 <= form.smem_bytes
 
 
 @pytest.mark.parametrize(("dtype", "m_tiles"), [("bf16", 3), ("fp8_e4m3", 2), ("nvfp4", 3)])

@@ -38,7 +38,7 @@ SCALES = ("k_block_scales", "v_block_scales", "k_scale", "v_scale")
 WORDS = 2 * 2 * 2 * 2 * 260 * 2
 #: The last integers of a good call.
 SIZES = {"requests": 2, "q_heads": 4, "kv_heads": 2, "page_size": 32, "width": 35, "words": WORDS}
-LAUNCH = {"tokens": 2, "group_rows": 1, "splits": 2, "whole_units": 0, "cluster": 1}
+LAUNCH = {"tokens": 2, "group_rows": 1, "splits": 2, "whole_units": 0, "cluster": 1, "apart": 0}
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ def _tensor(memory: Memory, tensor: torch.Tensor, dims: int) -> bytes:
 
 
 def _run(ptx: str, dtype: str, case: cases.GqaCase, launch: Launch, eager: bool) -> None:
-    from specplan.kernels.sparse_gqa_verify.kernel import MERGE_THREADS, Form
+    from specplan.kernels.sparse_gqa_verify.kernel import MERGE_HEADS, MERGE_THREADS, Form
 
     inputs, memory = case.inputs, Memory()
 
@@ -100,7 +100,9 @@ def _run(ptx: str, dtype: str, case: cases.GqaCase, launch: Launch, eager: bool)
     if launch.splits > 1 and launch.cluster == 1:
         arguments = [q, cache, gates, out, space, gated, *numbers]
         merge = Machine(ptx, "_merge", memory, arguments, 4096, eager)
-        merge.run(tail * launch.group_rows * heads // kv_heads, MERGE_THREADS)
+        heads_to_merge = tail * launch.group_rows * heads // kv_heads
+        each = 1 if m_tiles == 1 else MERGE_HEADS
+        merge.run(-(-heads_to_merge // each), MERGE_THREADS)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +113,7 @@ def _run(ptx: str, dtype: str, case: cases.GqaCase, launch: Launch, eager: bool)
         ("fp8_e4m3", "sm_90a", 1, 2, Launch(2, 2, 1, 1)),
         ("bf16", "sm_90a", 2, 1, Launch(1, 1, 3, 0, 3)),
         ("bf16", "sm_90a", 1, 4, Launch(4, 4, 4, 0, 4)),
+        ("bf16", "sm_90a", 1, 3, Launch(3, 3, 9, 0)),
         ("nvfp4", "sm_90a", 1, 4, Launch(4, 4, 2, 0)),
         ("nvfp4", "sm_90a", 1, 2, Launch(2, 2, 2, 0, 2)),
         ("nvfp4", "sm_100a", 2, 1, Launch(1, 1, 2, 1)),
@@ -132,6 +135,35 @@ def test_device_code_computes_the_reference(
             _run(ptx, dtype, case, launch, eager)
             for found in case.compare(expected):
                 assert found.error <= found.bound, (case.name, found)
+
+
+@pytest.mark.parametrize("launch", [Launch(4, 4, 1, 1), Launch(4, 2, 3, 0)])
+def test_groups_of_few_heads_fill_one_tile(launch: Launch, tmp_path: Path) -> None:
+    """The form of lone rows, which looks for a union where one is asked for."""
+    name = "sparse_gqa_verify"
+    ptx = _compile(Plan(name, name, "sm_90a", (("dtype", "bf16"), ("m_tiles", 1))), tmp_path)
+    problem = {**PROBLEM, "q_heads": 3}
+    for case in cases.checks(problem, 1, 4, launch.splits, "bf16", "cpu"):
+        case.refill(5)
+        expected = case.expect()
+        _run(ptx, "bf16", case, launch, False)
+        for found in case.compare(expected):
+            assert found.error <= found.bound, (case.name, found)
+
+
+@pytest.mark.parametrize("launch", [Launch(2, 2, 2, 0, 2), Launch(2, 2, 2, 0)])
+def test_a_block_that_a_row_lists_twice_counts_twice(launch: Launch, tmp_path: Path) -> None:
+    """What the union would count once: all rows are done alone from the start."""
+    name = "sparse_gqa_verify"
+    ptx = _compile(Plan(name, name, "sm_90a", (("dtype", "bf16"), ("m_tiles", 2))), tmp_path)
+    case = next(cases.checks(PROBLEM, 1, 2, 2, "bf16", "cpu"))
+    lists = case.inputs.selected_tokens
+    assert (lists[1, 4:8] - lists[1, 4]).tolist() == [0, 1, 2, 3]
+    lists[1, 8:12] = lists[1, 4:8].clone()
+    wanted = cases.expected(case.inputs)
+    _run(ptx, "bf16", case, launch, False)
+    difference = case.out.float() - wanted.float()
+    assert difference.norm() < cases.RELATIVE_L2 * wanted.float().norm()
 
 
 def test_a_union_that_fails_in_one_split_is_done_again_in_all(tmp_path: Path) -> None:

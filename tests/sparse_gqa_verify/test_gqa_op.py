@@ -61,7 +61,7 @@ COMMON = (
     *("use_query_positions", "use_output_gate"),
 )
 SIZES = ("requests", "q_heads", "kv_heads", "page_size", "width", "words")
-LAUNCH = ("tokens", "group_rows", "splits", "whole_units", "cluster")
+LAUNCH = ("tokens", "group_rows", "splits", "whole_units", "cluster", "apart")
 ELEMENTS = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "nvfp4": torch.uint8}
 
 
@@ -426,7 +426,7 @@ def test_workspace_comes_from_integers_alone(pack: Pack) -> None:
             CATALOG.archs["sm_90a"],
         )
         sizes = [plan.int(n) for n in LAUNCH]
-        assert words == workspace_words(SMALL, requests, *sizes)
+        assert words == workspace_words(SMALL, requests, *sizes[:-1])
         assert (words == 0) == (plan.int("splits") == 1 or plan.int("cluster") > 1)
     with pytest.raises(UncertifiedCell):
         op.workspace(problem="small", requests=7, tokens=1)

@@ -46,6 +46,9 @@ def test_every_cell_has_a_launch_that_covers_its_units(problem: dict[str, int], 
             slots = sms * resident(WARPS[plan.int("m_tiles")])
             assert launch.cluster in (1, launch.splits)
             assert launch.cluster <= MAX_CLUSTER
+            if launch.apart:
+                assert units * launch.splits <= sms and launch.whole_units == 0
+                assert resident(WARPS[plan.int("m_tiles")]) == 2
             if launch.splits == 1:
                 assert launch.whole_units == 0
             elif launch.whole_units:
@@ -73,48 +76,47 @@ def test_all_variants_are_reached() -> None:
         for tokens in range(1, 9):
             launch = choose(MODEL, requests, tokens, H200)
             last_wave = launch.splits > 1 and launch.whole_units > 0
-            split = "cluster" if launch.cluster > 1 else "all"
-            kinds.add("last wave" if last_wave else "one" if launch.splits == 1 else split)
-    assert kinds == {"one", "all", "cluster", "last wave"}
+            split = "cluster" if launch.cluster > 1 else "apart" if launch.apart else "all"
+            kind = "last wave" if last_wave else "one" if launch.splits == 1 else split
+            kinds.add((kind, launch.group_rows > 1))
+    lone = {("one", False), ("all", False), ("cluster", False), ("last wave", False)}
+    grouped = {(kind, True) for kind in ("one", "all", "apart", "cluster", "last wave")}
+    assert kinds == lone | grouped
 
 
 @pytest.mark.parametrize(
-    ("requests", "tokens", "group", "splits", "cluster"),
+    ("requests", "tokens", "group", "splits", "cluster", "apart"),
     [
-        (1, 1, 1, 33, 1),
-        (4, 4, 1, 7, 1),
-        (6, 4, 1, 5, 1),
-        (8, 4, 1, 3, 3),
-        (9, 4, 1, 3, 3),
-        (12, 4, 4, 4, 4),
-        (16, 4, 2, 2, 2),
-        (24, 4, 4, 4, 4),
-        (32, 4, 4, 2, 2),
-        (64, 4, 4, 2, 2),
-        (128, 4, 4, 1, 1),
-        (20, 4, 4, 4, 4),
-        (48, 4, 4, 2, 2),
-        (32, 1, 1, 3, 3),
-        (40, 1, 1, 3, 1),
-        (48, 1, 1, 2, 2),
-        (64, 1, 1, 2, 2),
-        (128, 1, 1, 1, 1),
+        (1, 1, 1, 33, 1, 0),
+        (1, 4, 1, 33, 1, 0),
+        (4, 4, 4, 16, 1, 1),
+        (8, 4, 4, 8, 1, 1),
+        (12, 4, 4, 11, 1, 0),
+        (16, 4, 4, 4, 1, 1),
+        (20, 4, 4, 6, 1, 0),
+        (24, 4, 4, 5, 1, 0),
+        (32, 4, 4, 4, 1, 0),
+        (40, 4, 4, 3, 1, 0),
+        (48, 4, 4, 2, 2, 0),
+        (64, 4, 4, 2, 2, 0),
+        (128, 4, 4, 1, 1, 0),
+        (256, 4, 4, 1, 1, 0),
     ],
 )
 def test_the_launches_that_were_measured(
-    requests: int, tokens: int, group: int, splits: int, cluster: int
+    requests: int, tokens: int, group: int, splits: int, cluster: int, apart: int
 ) -> None:
     launch = choose(MODEL, requests, tokens, H200)
-    assert launch == Launch(tokens, group, splits, 0, cluster)
+    assert launch == Launch(tokens, group, splits, 0, cluster, apart)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4, 8, 16])
 def test_forced_splits_are_kept(splits: int) -> None:
-    (plan,) = FAMILY.plans(MODEL, 16, 4, splits, "nvfp4", H200)
+    (plan,) = FAMILY.plans(MODEL, 20, 4, splits, "nvfp4", H200)
     assert plan.int("splits") == splits
     assert plan.int("cluster") == (splits if splits <= MAX_CLUSTER else 1)
-    if splits != FAMILY.splits(MODEL, 16, 4, "nvfp4", H200):
-        assert plan.int("whole_units") == 0
+    assert plan.int("whole_units") == 0
+    assert splits != FAMILY.splits(MODEL, 20, 4, "nvfp4", H200)
 
 
 def test_splits_out_of_range_are_refused() -> None:
