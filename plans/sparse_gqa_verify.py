@@ -46,6 +46,10 @@ MAX_CLUSTER = 4
 #: after another.
 UNION_LIST = 2176
 UNION_TOKENS = 262144
+#: Entries of a list that the threads of a CTA take as runs of four. The device code takes a list
+#: that ends among them, in less than a run, for broken there even where no union is looked for, and
+#: would mark positions beyond the bitmap: from about a million positions on outside of its memory.
+QUAD_LIST = 2048
 #: Warps of a CTA by the MMA tiles that its group fills: four, and two CTAs an SM, or eight, and the
 #: SM for itself. On an H200, in us in bf16, NVFP4 and FP8, with 24/2 heads: 128 units of two rows
 #: took 74, 77 and 64 with eight (with four, in an earlier version, 92 and 86 in bf16 and NVFP4). Of
@@ -143,7 +147,10 @@ def group_rows(geometry: Mapping[str, int], requests: int, tokens: int) -> int:
     most = min(GROUP_ROWS, MAX_M_TILES * MMA_ROWS // group)
     if tokens == 1 or most == 1:
         return 1
-    if geometry["selected"] > UNION_LIST or geometry["page_size"] % 4:
+    selected = geometry["selected"]
+    if selected > UNION_LIST or geometry["page_size"] % 4:
+        return 1
+    if selected < QUAD_LIST and selected % 4:
         return 1
     rows = -(-tokens // -(-tokens // most))
     return rows if requests * tokens * geometry["kv_heads"] >= GROUPING_UNITS[rows] else 1

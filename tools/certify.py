@@ -380,7 +380,11 @@ class FamilyRun:
 
     def resume(self, cells: Sequence[Cell]) -> dict[Cell, Result]:
         try:
-            lines = self.progress_path.read_text(encoding="utf-8").splitlines()
+            text = self.progress_path.read_text(encoding="utf-8")
+            whole = text[: text.rfind("\n") + 1]
+            if whole != text:  # killed while it wrote a line
+                self.progress_path.write_text(whole, encoding="utf-8")
+            lines = whole.splitlines()
             if json.loads(lines[0]) != self.binding():
                 raise ValueError("another run")
             by_key = {_key(cell): cell for cell in cells}

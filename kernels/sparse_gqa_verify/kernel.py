@@ -40,8 +40,9 @@ workspace has its words, ``softmax_scale`` is finite and above 0, an interleaved
 token stride 16, ``out`` and a used workspace overlap no other argument, and the rows of ``out``
 share no memory. **The planning rule sees to it** that Hq is a multiple of Hk and fits the plan's
 ``m_tiles``: ``ceil(group_rows * Hq / Hk / 16)``; that T is a multiple of 4; that W times ``splits``
-is below 2^31; and that ``cluster`` is 1, or ``splits`` where no unit is whole and splits are at
-most ``MAX_CLUSTER``.
+is below 2^31; that ``cluster`` is 1, or ``splits`` where no unit is whole and splits are at most
+``MAX_CLUSTER``; that ``group_rows`` is 1 in forms of one MMA tile alone; and that W is a multiple
+of 4, or 2048 and more, where it is not 1.
 
 **Work.** A CTA takes one K/V head of a group of rows, or a split of it. It fills a *window* with
 what the rows attend, then walks it in tiles of 16 tokens a warp: four warps and two CTAs an SM, or
@@ -104,8 +105,8 @@ LOG2_E = 1.4426950408889634
 NO_LIMIT = 2**31 - 1
 #: Copies that a thread prepares together: reads of the window cannot pass a copy to shared memory.
 FETCH_BATCH = 8
-#: Partial results that a thread of the merge has in flight. Of lone rows: 33 splits, the most the
-#: rule takes, are two batches of the half that a thread takes. Of groups, whose splits are fewer.
+#: Partial results that a thread of the merge has in flight. Of lone rows: of 33 splits, the most
+#: the rule takes, a thread takes half, which are one batch. Of groups, whose splits are fewer.
 MERGE_BATCH = 17
 GROUP_MERGE_BATCH = 8
 MERGE_THREADS = HEAD_DIM
@@ -113,7 +114,7 @@ MERGE_THREADS = HEAD_DIM
 MERGE_HEADS = 4 * MERGE_THREADS // HEAD_DIM
 #: Rows of output whose gates a warp has in flight.
 STORE_BATCH = 2
-#: Shared memory of a CTA that leaves none for another on its SM.
+#: Shared memory of a CTA that leaves none for another of the same launch on its SM.
 APART_BYTES = 116 * 1024
 #: Rows that a warp merges side by side in a cluster, by the MMA tiles of a group.
 SHARE_BATCH = {1: 1, 2: 2, 3: 3}
@@ -1054,7 +1055,7 @@ def _request(cta: _Cta, form: Form) -> Int32:
 @cute.jit
 def _count_blocks(cta: _Cta, form: cutlass.Constexpr) -> Int32:
     """The bitmap of the union, and the blocks below each of its words; how many there are. Ends
-    with a barrier.
+    with a barrier, unless there are none.
     """
     scratch = cta.smem + form.misc_at + 64
     words = _words(cta)

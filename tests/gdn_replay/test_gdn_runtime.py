@@ -12,6 +12,7 @@ import torch
 from specplan import LaunchError, Pack, Reason, Uncertified, UncertifiedCell
 from specplan.kernels.gdn_replay import cases
 from specplan.kernels.gdn_replay.cases import GdnCase
+from specplan.plans import certificates
 from specplan.plans.catalog import Catalog
 from specplan.plans.gdn_replay import CommitterError, Cursors
 from specplan.tools.certify import CertificationError, FamilyRun, Shard
@@ -347,6 +348,43 @@ def test_the_driver_certifies_the_references(run: FamilyRun, loaded: tuple[Pack,
     ]
     assert {cell.splits for cell in cells} >= {2, 4}
     assert "error" in run.certify(cells).read_text()
+
+
+def test_a_run_that_was_killed_within_a_line_resumes(
+    run: FamilyRun,
+    loaded: tuple[Pack, Catalog],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it had finished is kept and not run again, the cell of the half line is."""
+    cells = [
+        cell
+        for cell in loaded[1].cells(ARCH, "gdn_replay")
+        if cell.problem == "small" and (cell.requests, cell.tokens) in ((1, 1), (1, 2), (3, 4))
+    ][:3]
+    ran: list[Any] = []
+    real = run.run_batch
+
+    def batch(cells: Any, uses: Any) -> Any:
+        ran.extend(cells)
+        return real(cells, uses)
+
+    monkeypatch.setattr(run, "run_batch", batch)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("specplan.tools.certify.write_atomically", _killed)
+        run.certify(cells)
+    assert ran == cells
+    text = run.progress_path.read_text()
+    assert text.count("\n") == 1 + len(cells)
+    run.progress_path.write_text(text[:-20])
+    ran.clear()
+    path = run.certify(cells)
+    assert ran == cells[-1:]
+    assert len(certificates.read(path).cells) == len(cells)
+    assert not run.progress_path.exists()
+
+
+def _killed(path: Path, content: bytes) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("buffer", ["out", "state", "rec_u", "rec_k", "rec_G"])

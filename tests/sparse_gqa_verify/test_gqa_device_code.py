@@ -137,6 +137,20 @@ def test_device_code_computes_the_reference(
                 assert found.error <= found.bound, (case.name, found)
 
 
+def test_a_union_over_more_positions_than_one_turn_counts(tmp_path: Path) -> None:
+    """Bitmaps of more than 65,536 positions, and a table that stays in global memory."""
+    name = "sparse_gqa_verify"
+    ptx = _compile(Plan(name, name, "sm_90a", (("dtype", "bf16"), ("m_tiles", 3))), tmp_path)
+    case = cases.GqaCase("long", PROBLEM, 1, 4, 2, "bf16", "cpu", context=72_000, overlap=0.5)
+    case.refill(3)
+    assert int(case.inputs.selected_tokens.amax()) > 65_536
+    assert case.inputs.block_table.shape[1] > 1024
+    expected = case.expect()
+    _run(ptx, "bf16", case, Launch(4, 4, 2, 0), False)
+    for found in case.compare(expected):
+        assert found.error <= found.bound, found
+
+
 @pytest.mark.parametrize("launch", [Launch(4, 4, 1, 1), Launch(4, 2, 3, 0)])
 def test_groups_of_few_heads_fill_one_tile(launch: Launch, tmp_path: Path) -> None:
     """The form of lone rows, which looks for a union where one is asked for."""

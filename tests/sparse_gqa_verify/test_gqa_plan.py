@@ -110,6 +110,13 @@ def test_the_launches_that_were_measured(
     assert launch == Launch(tokens, group, splits, 0, cluster, apart)
 
 
+@pytest.mark.parametrize("selected", [1025, 1026, 1027, 2047])
+def test_lists_that_end_within_a_run_of_four_are_not_grouped(selected: int) -> None:
+    """The device code of groups would mark positions beyond its bitmaps."""
+    assert choose({**MODEL, "selected": selected}, 16, 4, H200).group_rows == 1
+    assert choose({**MODEL, "selected": selected // 4 * 4}, 16, 4, H200).group_rows == 4
+
+
 @pytest.mark.parametrize("splits", [1, 2, 4, 8, 16])
 def test_forced_splits_are_kept(splits: int) -> None:
     (plan,) = FAMILY.plans(MODEL, 20, 4, splits, "nvfp4", H200)
