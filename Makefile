@@ -51,7 +51,8 @@ fuzz: $(VENV)/.test-extra
 # initcheck sees a tensor of its own only without torch's caching allocator, and must see torch's writes, so its findings are sorted by
 # kernel afterwards: none may be ours. The control reads what nobody wrote, on purpose; if that is not found, initcheck finds nothing.
 SANITIZE := $(BIN)/python tests/device/sanitize.py --packs $(PACKS)
-# Two problems a family; racecheck, the slowest, takes small cells only, and our kernels: it reports torch's reductions.
+# Two problems a family and every kind of launch of every compiled form; racecheck, the slowest, takes small cells only, and our kernels:
+# it reports torch's reductions.
 sanitize: $(VENV)/.test-extra
 	for tool in memcheck synccheck; do \
 	  compute-sanitizer --tool $$tool --error-exitcode 9 $(SANITIZE) --quick || exit 1; done

@@ -17,15 +17,36 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import specplan
 import torch
 import unwritten
+from specplan.plans.catalog import Catalog
 from specplan.plans.catalog import load as load_catalog
+from specplan.plans.cell import Cell
 
 POINTS = ((1, 1), (3, 2), (8, 8), (64, 4), (256, 8))
+
+
+def one_of_each_kind(catalog: Catalog, cells: Iterable[Cell]) -> list[Cell]:
+    """The smallest cells that reach every compiled form, and in it every kind of launch: integers
+    count as 0, 1 or more.
+    """
+    chosen = []
+    seen: set[tuple[Any, ...]] = set()
+    for cell in sorted(cells, key=lambda cell: (cell.requests * cell.tokens, str(cell))):
+        kinds = {
+            (plan.symbol, *(min(number, 2) for _, number in plan.launch))
+            for plan in catalog.plans_of(cell)
+        }
+        if not kinds <= seen:
+            seen |= kinds
+            chosen.append(cell)
+    return chosen
 
 
 def spread(
@@ -35,7 +56,9 @@ def spread(
     families: list[str] | None,
     most_requests: int,
 ) -> int:
-    """Every family and problem at a few sizes; ``quick`` takes two problems a family."""
+    """Every family and problem at a few sizes; ``quick`` takes two problems a family, and
+    :func:`one_of_each_kind` of all.
+    """
     catalog = load_catalog()
     arch = pack.archs[0]
     count = 0
@@ -43,25 +66,33 @@ def spread(
         if family not in pack.manifest(arch).objects or family not in (families or [family]):
             continue
         cases = import_module(f"specplan.kernels.{family}.cases")
-        claimed = catalog.cells(arch, family)
-        for problem, geometry in list(problems.items())[: 2 if quick else None]:
-            for cell in claimed:
-                if cell.problem != problem or (cell.requests, cell.tokens) not in POINTS:
-                    continue
-                if cell.requests > most_requests:
-                    continue
-                for case in cases.checks(
-                    geometry, cell.requests, cell.tokens, cell.splits, cell.dtype, device
-                ):
-                    case.refill(count)
-                    expected = case.expect()
-                    owner = getattr(pack, family)
-                    op = owner if case.op == family else getattr(owner, case.op)
-                    op.require(**case.arguments())
-                    for comparison in case.compare(expected):
-                        if not float(comparison.error) <= comparison.bound:
-                            raise SystemExit(f"{cell}: {case.name}: {comparison}")
-                    count += 1
+        cells = [cell for cell in catalog.cells(arch, family) if cell.requests <= most_requests]
+        at_points = list(problems)[: 2 if quick else None]
+        kinds = one_of_each_kind(catalog, cells) if quick else []
+        cells = [
+            cell
+            for cell in cells
+            if (cell.problem in at_points and (cell.requests, cell.tokens) in POINTS)
+            or cell in kinds
+        ]
+        for cell in cells:
+            for case in cases.checks(
+                problems[cell.problem],
+                cell.requests,
+                cell.tokens,
+                cell.splits,
+                cell.dtype,
+                device,
+            ):
+                case.refill(count)
+                expected = case.expect()
+                owner = getattr(pack, family)
+                op = owner if case.op == family else getattr(owner, case.op)
+                op.require(**case.arguments())
+                for comparison in case.compare(expected):
+                    if not float(comparison.error) <= comparison.bound:
+                        raise SystemExit(f"{cell}: {case.name}: {comparison}")
+                count += 1
     return count
 
 
