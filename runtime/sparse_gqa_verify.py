@@ -36,9 +36,12 @@ _NVFP4_TENSORS = 15
 _BLOCK_SCALES = (3, 4)
 #: Where the gate stands, from the end.
 _GATE = -3
-#: Where the words of the workspace and the splits stand among the integers, from the end. A call
-#: with 0 splits is checked like any other and launches nothing.
-_WORDS, _SPLITS = -7, -4
+#: The integers of a launch, which come last. Where the words of the workspace, the splits and the
+#: cluster stand among all integers, from the end. A call with 0 splits is checked like any other
+#: and launches nothing.
+_LAUNCH = ("tokens", "group_rows", "splits", "whole_units", "cluster", "apart")
+_SPLITS, _CLUSTER = (_LAUNCH.index(name) - len(_LAUNCH) for name in ("splits", "cluster"))
+_WORDS = -len(_LAUNCH) - 1
 _LINEAR, _INTERLEAVED = planning.VScaleOrder.LINEAR, planning.VScaleOrder.INTERLEAVED
 _BF16, _FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -463,12 +466,11 @@ class SparseGqaVerify(Op):
         named = dict(zip(_GEOMETRY, geometry, strict=True))
         words = _words(named, requests, launch)
         sizes = (requests, q_heads, cache[1], cache[2], width, words)
-        order = ("tokens", "group_rows", "splits", "whole_units", "cluster", "apart")
         if len(self._admitted) >= MOST_REMEMBERED:
             self._admitted.clear()
         found = (
             picked.function,
-            (*sizes, *(launch[name] for name in order)),
+            (*sizes, *(launch[name] for name in _LAUNCH)),
             self._nothing_of(device) if words == 0 else None,
         )
         self._admitted[key] = found
@@ -558,7 +560,8 @@ class SparseGqaVerify(Op):
         cls, plan: PlanRecord, device: torch.device
     ) -> tuple[tuple[Any, ...], ...]:
         """The same, merged in a cluster: a plan may have a kernel of its own for it."""
-        return ((*cls.idle_arguments(plan, device)[:-2], 2, 0),)
+        idle = cls.idle_arguments(plan, device)
+        return ((*idle[:_CLUSTER], 2, *idle[_CLUSTER + 1 :]),)
 
 
 _GEOMETRY = ("q_heads", "kv_heads", "head_dim", "page_size", "selected")

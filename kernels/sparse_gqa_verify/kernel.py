@@ -1038,7 +1038,7 @@ def _stage_table(cta: _Cta, form: cutlass.Constexpr) -> None:
     columns = Int32(cta.table.shape[1])
     base = _request(cta, form)
     if (columns <= TABLE_WORDS) & (base >= 0):
-        source = cta.table.iterator.toint() + Int64(base) * Int64(cta.table.stride[0]) * 4
+        source = _table_address(cta, base, Int32(0))
         step = Int64(cta.table.stride[1]) * 4
         for column in cutlass.range(cta.thread, columns, form.threads, unroll=1):
             target = cta.smem + form.table_at + column * 4
@@ -1671,12 +1671,11 @@ def _store_rows(
         gates = []
         for u in cutlass.range_constexpr(STORE_BATCH):
             m = start + u * form.warps
-            row = _row_of(cta, m)
-            head = cta.kv_head * cta.group + (m - row * cta.group)
-            there = (m < cta.rows * cta.group) & (((Int32(1) << row) & chosen) != 0)
-            source = _row_address(output_gate, cta.row0 + row, head, dim)
+            row, head = _row_and_head(cta, m)
+            there = _is_chosen(cta, m, chosen)
+            source = _row_address(output_gate, row, head, dim)
             gates.append(ptx.load_global4_if(source, there & (use_output_gate != 0)))
-            places.append((m, cta.row0 + row, head, there))
+            places.append((m, row, head, there))
         for u in cutlass.range_constexpr(STORE_BATCH):
             m, row, head, there = places[u]
             if there:

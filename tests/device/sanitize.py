@@ -68,7 +68,7 @@ def spread(
         cases = import_module(f"specplan.kernels.{family}.cases")
         cells = [cell for cell in catalog.cells(arch, family) if cell.requests <= most_requests]
         at_points = list(problems)[: 2 if quick else None]
-        kinds = one_of_each_kind(catalog, cells) if quick else []
+        kinds = set(one_of_each_kind(catalog, cells) if quick else ())
         cells = [
             cell
             for cell in cells
