@@ -121,6 +121,10 @@ SHARE_BATCH = {1: 1, 2: 2, 3: 3}
 #: Rows of partial results that a warp has in flight.
 PARTIAL_BATCH = 3
 
+#: Largest sum of four weights that a row's maximum of an earlier tile may give, before it is
+#: replaced: far below the largest fp16.
+MOST_WEIGHT = 1024.0
+
 DIRECT, UNION, FILTERED = 0, 1, 2
 
 
@@ -201,8 +205,13 @@ class Form:
         return self.m_tiles * 16 * 512
 
     @property
+    def p_bytes(self) -> int:
+        """Weights of a tile. There are two, so that a warp may store the next while others read."""
+        return self.m_tiles * self.tile * 32
+
+    @property
     def window_at(self) -> int:
-        return self.p_at + self.m_tiles * self.tile * 32
+        return self.p_at + 2 * self.p_bytes
 
     @property
     def reduce_at(self) -> int:
@@ -472,8 +481,8 @@ def _attend(
         for turn in cutlass.range_constexpr(-(-form.m_rows * 4 // form.threads)):
             line = turn * form.threads + thread
             m = line >> 2
-            head = kv_head * group + (m - _row_of(cta, m) * group)
-            source = _row_address(output_gate, row0 + _row_of(cta, m), head, 64 * (line & 3))
+            row, head = _row_and_head(cta, m)
+            source = _row_address(output_gate, row, head, 64 * (line & 3))
             ptx.prefetch_l2(source, m < rows * group)
     score_scale = softmax_scale * Float32(LOG2_E * 2.0**form.e2m1_exponent)
     value_scale = Float32(2.0**form.e2m1_exponent)
@@ -560,9 +569,9 @@ def _attend(
         more = Int32(1)
         failed = Int32(0)
         while more != 0:
-            entries, left, repeated = _fill(cta, mode, done, window, group_rows == 1, form)
+            entries, left, repeated = _fill(cta, mode, done, window, early, form)
             shift = ptx.choose(mode == UNION, Int32(2), Int32(0))
-            _walk(cta, entries, shift, row_bits, acc, top, total, form)
+            _walk(cta, window, entries, shift, row_bits, acc, top, total, form)
             failed = failed | repeated
             more = left
             window += 1
@@ -632,6 +641,12 @@ def _row_of(cta: _Cta, m: Int32) -> Int32:
     return (m * cta.group_reciprocal) >> 16
 
 
+def _row_and_head(cta: _Cta, m: Int32) -> tuple[Int32, Int32]:
+    """The row of q and the query head of a row of the MMA tiles."""
+    row = _row_of(cta, m)
+    return cta.row0 + row, cta.kv_head * cta.group + (m - row * cta.group)
+
+
 def _fetch_queries(cta: _Cta, q: cute.Tensor, form: Form) -> Any:
     """What this lane's fragments of its warp's steps hold: eight dims of each of its rows for
     every two steps.
@@ -640,11 +655,10 @@ def _fetch_queries(cta: _Cta, q: cute.Tensor, form: Form) -> Any:
     words = cute.make_rmem_tensor((form.m_tiles * 8 * pairs,), Int32)
     for i in range(2 * form.m_tiles):
         m = (cta.lane >> 2) + 8 * i
-        row = _row_of(cta, m)
-        q_head = cta.kv_head * cta.group + (m - row * cta.group)
+        row, head = _row_and_head(cta, m)
         for pair in range(pairs):
             dim = _first_dim(form, cta.warp, cta.lane & 3, pair)
-            address = _row_address(q, cta.row0 + row, q_head, dim)
+            address = _row_address(q, row, head, dim)
             four = ptx.load_global4_if(address, m < cta.rows * cta.group)
             for j in range(4):
                 words[4 * (pairs * i + pair) + j] = four[j]
@@ -888,7 +902,7 @@ def _words(cta: _Cta) -> Int32:
     """Words of a bitmap that tokens of the request can stand in: a multiple of 4."""
     most = ptx.divide_unsigned(Int32(UNION_TOKENS), cta.page_size)
     tokens = cutlass.min(Int32(cta.table.shape[1]), most) * cta.page_size
-    return (tokens + 511) // 512 * 4
+    return ptx.shift_right(tokens + 511, 9) << 2
 
 
 @cute.jit
@@ -939,9 +953,11 @@ def _fetch_rest(cta: _Cta, exists: Any, form: Form) -> list[Int32]:
 
 
 def _facts(cta: _Cta, row: Int32, form: Form) -> tuple[Int32, Int32]:
-    """``(entries, last token)`` of a row that may be listed: a token of the request's table."""
+    """``(entries, last token)`` of a row that may be listed: a token of the request's table, and of
+    the bitmaps.
+    """
     _, listed, limit, _ = ptx.load_shared4(cta.smem + row * 16, form.misc_at)
-    tokens = Int32(cta.table.shape[1]) * cta.page_size
+    tokens = cutlass.min(Int32(cta.table.shape[1]) * cta.page_size, UNION_TOKENS)
     return listed, cutlass.min(limit, tokens - 1)
 
 
@@ -1196,6 +1212,7 @@ def _union_page(
 @cute.jit
 def _walk(
     cta: _Cta,
+    window: Int32,
     entries: Int32,
     shift: Int32,
     row_bits: Int32,
@@ -1220,11 +1237,9 @@ def _walk(
             _score(cta, stage, scores, form)
             ptx.warp_barrier()
             _fetch_k(fresh, tile + form.stages, stage, tiles, shift, form)
-            fades = cute.make_rmem_tensor((2 * form.m_tiles,), Float32)
-            _weigh(cta, tile, shift, row_bits, scores, top, total, fades, form)
-            ptx.wait(2 * form.stages - 1)
-            ptx.barrier()
-            _accumulate(cta, tile, stage, shift, acc, fades, form)
+            first = (tile | window) == 0
+            _weigh(cta, tile, first, shift, row_bits, scores, acc, top, total, form)
+            _accumulate(cta, tile, stage, shift, acc, form)
             ptx.warp_barrier()
         else:
             _fetch_k(fresh, tile + form.stages, stage, tiles, shift, form)
@@ -1233,12 +1248,36 @@ def _walk(
     ptx.wait(0)
 
 
-def _entry(cta: _Cta, place: Int32, shift: Int32, form: Form) -> tuple[Int32, Int32, Any]:
-    """``(page, slot, listed by any row)`` of a token of the window."""
-    page, packed = ptx.load_shared2(cta.smem + form.window_at + (place >> shift) * 8)
+class _Places(NamedTuple):
+    """Window entries of tokens that are a multiple of four apart: where the first stands, less
+    ``window_at``, and the bytes to the next; which of an entry's tokens they are, and that token's
+    bits of its membership.
+    """
+
+    at: Int32
+    step: Int32
+    within: Int32
+    bits: Int32
+
+
+def _places(cta: _Cta, place: Int32, apart: int, shift: Int32) -> _Places:
     within = place & ((Int32(1) << shift) - 1)
-    members = (packed >> (4 * within)) & 15
-    return page, ptx.shift_right(packed, 16) + within, members != 0
+    at = cta.smem + (place >> shift) * 8
+    return _Places(at, Int32(8 * apart) >> shift, within, Int32(15) << (4 * within))
+
+
+def _entries(
+    places: _Places, start: Int32 | int, count: int, form: Form
+) -> list[tuple[Int32, Int32, Any]]:
+    """``(page, slot, listed by any row)`` of some of the tokens."""
+    found = []
+    at = places.at + start * places.step
+    for _ in range(count):
+        page, packed = ptx.load_shared2(at, form.window_at)
+        slot = ptx.shift_right(packed, 16) + places.within
+        found.append((page, slot, (packed & places.bits) != 0))
+        at = at + places.step
+    return found
 
 
 def _plane(cta: _Cta, which: int, form: Form) -> _Plane:
@@ -1246,8 +1285,10 @@ def _plane(cta: _Cta, which: int, form: Form) -> _Plane:
     return _Plane(base, page, ptx.load_shared(cta.smem + form.planes_at + 32 * which + 16))
 
 
-def _source(plane: _Plane, page: Int32, slot: Int32) -> Int64:
-    return plane.base + Int64(page) * plane.page + Int64(slot) * Int64(plane.token)
+def _source(plane: _Plane, first: Int32, page: Int32, slot: Int32) -> Int64:
+    """Where the bytes of a token stand, from ``first`` on."""
+    base = ptx.advance(plane.base + Int64(first), page, plane.page)
+    return base + Int64(slot) * Int64(plane.token)
 
 
 @cute.jit
@@ -1257,28 +1298,25 @@ def _fetch_k(
     """Starts copying this warp's tokens of K; one group of copies, empty beyond the last tile."""
     if tile < tiles:
         plane = _plane(cta, 0, form)
-        chunks = form.row_bytes // 16
-        per_turn = 32 // chunks
-        chunk = cta.lane & (chunks - 1)
-        base = tile * form.tile
-        ring = cta.smem + form.ring_at + stage * (form.tile * form.row_bytes)
-        turns = 16 // per_turn
-        batch = min(turns, FETCH_BATCH)
-        for start in cutlass.range(0, turns, batch, unroll=1):
-            tokens = [
-                cta.warp * 16 + (start + u) * per_turn + cta.lane // chunks for u in range(batch)
-            ]
-            entries = [_entry(cta, base + token, shift, form) for token in tokens]
-            for u in cutlass.range_constexpr(batch):
-                page, slot, listed = entries[u]
-                target = tokens[u] * form.row_bytes + (chunk ^ ((tokens[u] & 1) << 2)) * 16
-                source = _source(plane, page, slot) + Int64(chunk * 16)
-                ptx.copy16(ring + target, source, listed)
+        # Eight lanes a token, so that an address serves all of the 128 bytes of a row.
+        chunk = cta.lane & 7
+        token = cta.warp * 16 + (cta.lane >> 3)
+        ring = cta.smem + form.ring_at + (stage * form.tile + token) * form.row_bytes
+        ring = ring + (chunk ^ ((token & 1) << 2)) * 16
+        places = _places(cta, tile * form.tile + token, 4, shift)
+        entries = _entries(places, 0, 4, form)
+        for turn in cutlass.range_constexpr(4):
+            page, slot, listed = entries[turn]
+            source = _source(plane, chunk * 16, page, slot)
+            for part in cutlass.range_constexpr(form.row_bytes // 128):
+                target = ring + (4 * turn * form.row_bytes + 128 * part)
+                ptx.copy16(target, source + 128 * part, listed)
         if cutlass.const_expr(form.dtype == "nvfp4"):
             # Half of a token's 16 scales a lane.
             token, half = cta.warp * 16 + (cta.lane >> 1), (cta.lane & 1) * 8
-            page, slot, listed = _entry(cta, base + token, shift, form)
-            source = _source(_plane(cta, 2, form), page, slot) + Int64(half)
+            places = _places(cta, tile * form.tile + token, 4, shift)
+            page, slot, listed = _entries(places, 0, 1, form)[0]
+            source = _source(_plane(cta, 2, form), half, page, slot)
             target = cta.smem + form.k_scales_at + (stage * form.tile + token) * 16 + half
             ptx.copy8(target, source, listed)
     ptx.commit()
@@ -1294,36 +1332,38 @@ def _fetch_v(
         chunks = form.row_bytes // 16 // form.warps
         per_turn = 32 // chunks
         chunk = cta.warp * chunks + (cta.lane & (chunks - 1))
-        base = tile * form.tile
-        ring = cta.smem + form.v_at + stage * (form.tile * form.row_bytes)
+        token = cta.lane >> (chunks.bit_length() - 1)
+        ring = cta.smem + form.v_at + (stage * form.tile + token) * form.row_bytes
+        # The swizzle goes by bits 1 and 2 of the token; of four tokens a turn bit 2 is the turn's.
+        swizzle = token & 6
+        sides = (ring + (chunk ^ swizzle) * 16, ring + (chunk ^ swizzle ^ (per_turn & 4)) * 16)
+        places = _places(cta, tile * form.tile + token, per_turn, shift)
         turns = form.tile // per_turn
         batch = min(turns, FETCH_BATCH)
         for start in cutlass.range(0, turns, batch, unroll=1):
-            tokens = [(start + u) * per_turn + cta.lane // chunks for u in range(batch)]
-            entries = [_entry(cta, base + token, shift, form) for token in tokens]
+            entries = _entries(places, start, batch, form)
+            first = start * (per_turn * form.row_bytes)
             for u in cutlass.range_constexpr(batch):
                 page, slot, listed = entries[u]
-                target = tokens[u] * form.row_bytes + (chunk ^ (tokens[u] & 6)) * 16
-                source = _source(plane, page, slot) + Int64(chunk * 16)
-                ptx.copy16(ring + target, source, listed)
+                target = sides[u % 2] + first + u * (per_turn * form.row_bytes)
+                ptx.copy16(target, _source(plane, chunk * 16, page, slot), listed)
         if cutlass.const_expr(form.dtype == "nvfp4"):
             scales = _plane(cta, 3, form)
-            # 16 bytes, or 4, hold what a warp needs, or two of eight.
-            part = cta.warp >> (form.warps // 8)
+            # 16 bytes, or 4, hold what a warp needs, or two of eight. Interleaved ones are those of
+            # four tokens.
+            wanted = (cta.warp >> (form.warps // 8)) * (4 + 12 * cta.interleaved)
+            keep = -1 - 3 * cta.interleaved
+            ring = cta.smem + form.v_scales_at
+            ring = ring + ((stage * form.warps + cta.warp) * form.tile + cta.lane) * 16
+            places = _places(cta, tile * form.tile + cta.lane, 32, shift)
+            entries = _entries(places, 0, form.tile // 32, form)
             for turn in cutlass.range_constexpr(form.tile // 32):
-                token = turn * 32 + cta.lane
-                page, slot, listed = _entry(cta, base + token, shift, form)
-                target = (
-                    cta.smem
-                    + form.v_scales_at
-                    + ((stage * form.warps + cta.warp) * form.tile + token) * 16
-                )
+                page, slot, listed = entries[turn]
+                source = _source(scales, wanted, page, slot & keep)
                 if cta.interleaved != 0:
-                    source = _source(scales, page, slot & -4) + Int64(part * 16)
-                    ptx.copy16(target, source, listed)
+                    ptx.copy16(ring + turn * 512, source, listed)
                 else:
-                    source = _source(scales, page, slot) + Int64(part * 4)
-                    ptx.copy4(target, source, listed)
+                    ptx.copy4(ring + turn * 512, source, listed)
     ptx.commit()
 
 
@@ -1405,103 +1445,183 @@ def _key_fragments(
     ]
 
 
-def _weigh(
-    cta: _Cta,
-    tile: Int32,
-    shift: Int32,
-    row_bits: Int32,
-    scores: Any,
-    top: Any,
-    total: Any,
-    fades: Any,
-    form: Form,
-) -> None:
-    """Scores to weights in shared memory, as A fragments, and to ``fades`` by how much older sums
-    shrink.
-    """
-    quad, g = cta.lane & 3, cta.lane >> 2
+def _members(cta: _Cta, tile: Int32, shift: Int32, form: Form) -> list[Int32]:
+    """Membership of the four tokens that this lane has scores of, in its lowest bits."""
+    place = tile * form.tile + cta.warp * 16 + 2 * (cta.lane & 3)
+    first = cta.smem + (place >> shift) * 8
+    rest = Int32(1) - (shift >> 1)  # of a union both tokens of a pair are of one entry
     members: list[Int32] = []
     for j in range(2):
         for e in range(2):
-            place = tile * form.tile + cta.warp * 16 + 8 * j + 2 * quad + e
-            packed = ptx.load_shared(cta.smem + (place >> shift) * 8, form.window_at + 4)
-            within = place & ((Int32(1) << shift) - 1)
+            at = first + j * (Int32(64) >> shift) + e * 8 * rest
+            packed = ptx.load_shared(at, form.window_at + 4)
+            within = (place + e) & ((Int32(1) << shift) - 1)
             members.append(packed >> (4 * within))
-    scale_at = cta.smem + (g * 4 if form.f16 else 0)
-    mine = _maxima(cta, form) + cta.warp * 4
+    return members
+
+
+def _listed(members: list[Int32], row_bits: Int32, i: int) -> list[Int32]:
+    """Not 0 where this lane's row ``i`` lists each of its four tokens."""
+    bits = (row_bits >> (4 * i)) & 15
+    return [each & bits for each in members]
+
+
+def _spots(i: int) -> list[int]:
+    """Where a lane's four scores of its row ``i`` stand."""
+    return [(i // 2 * 2 + j) * 4 + 2 * (i % 2) + e for j in range(2) for e in range(2)]
+
+
+def _row_scale(cta: _Cta, i: int, form: Form) -> Float32:
+    """What makes a raw score of this lane's row ``i`` one in log2 units."""
+    at = cta.smem + ((cta.lane >> 2) * 4 if form.f16 else 0)
+    return ptx.load_shared_float(at, form.row_scales_at + (32 * i if form.f16 else 0))
+
+
+@cute.jit
+def _weigh(
+    cta: _Cta,
+    tile: Int32,
+    first: Any,
+    shift: Int32,
+    row_bits: Int32,
+    scores: Any,
+    acc: Any,
+    top: Any,
+    total: Any,
+    form: cutlass.Constexpr,
+) -> None:
+    """Scores to weights in shared memory, as A fragments, and to totals. Ends with a barrier.
+
+    A weight is relative to its row's ``top``, which is the row's maximum at some earlier tile. As
+    long as no sum of four weights is above ``MOST_WEIGHT``, no row has to know of the others' warps
+    scores; else all rows take their maxima of now, and what was summed before shrinks.
+    """
+    added = cute.make_rmem_tensor((2 * form.m_tiles,), Float32)
+    above = Int32(1)
+    if not first:
+        members = _members(cta, tile, shift, form)
+        anchors = [top[i] for i in range(2 * form.m_tiles)]
+        _store_weights(cta, tile, members, row_bits, scores, anchors, added, form)
+        # A row that has no maximum yet gives infinite weights, or NaN.
+        fits = added[0] <= MOST_WEIGHT
+        for i in cutlass.range_constexpr(1, 2 * form.m_tiles):
+            fits = fits & (added[i] <= MOST_WEIGHT)
+        ptx.wait(2 * form.stages - 1)
+        above = ptx.any_thread(~fits)
+    if above != 0:
+        # Rare: what is read again takes no registers before.
+        again = _members(cta, tile, shift, form)
+        _raise_tops(cta, again, row_bits, scores, acc, top, total, form)
+        again = _members(cta, tile, shift, form)
+        anchors = [_anchor(top[i]) for i in range(2 * form.m_tiles)]
+        _store_weights(cta, tile, again, row_bits, scores, anchors, added, form)
+        ptx.wait(2 * form.stages - 1)
+        ptx.barrier()
+    for i in cutlass.range_constexpr(2 * form.m_tiles):
+        total[i] = total[i] + added[i]
+
+
+def _anchor(top: Float32) -> Float32:
+    """A maximum, or 0 for a row that has none."""
+    return ptx.choose_float(top == Float32(float("-inf")), Float32(0.0), top)
+
+
+def _store_weights(
+    cta: _Cta,
+    tile: Int32,
+    members: list[Int32],
+    row_bits: Int32,
+    scores: Any,
+    anchors: list[Float32],
+    added: Any,
+    form: Form,
+) -> None:
+    pack = ptx.pack_f16 if form.f16 else ptx.pack_bf16
+    base = cta.smem + (tile & 1) * form.p_bytes + cta.warp * 512 + cta.lane * 16
+    for m_tile in range(form.m_tiles):
+        halves: list[list[Int32]] = []
+        for i in (2 * m_tile, 2 * m_tile + 1):
+            scale = _row_scale(cta, i, form)
+            weights = []
+            for spot, listed in zip(_spots(i), _listed(members, row_bits, i), strict=True):
+                weight = ptx.exp2(ptx.multiply_add(scores[spot], scale, -anchors[i]))
+                weights.append(ptx.choose_float(listed, weight, Float32(0.0)))
+            added[i] = (weights[0] + weights[1]) + (weights[2] + weights[3])
+            halves.append([pack(weights[0], weights[1]), pack(weights[2], weights[3])])
+        upper, lower = halves
+        fragment = (upper[0], lower[0], upper[1], lower[1])
+        ptx.store_shared4(base, fragment, form.p_at + m_tile * form.warps * 512)
+
+
+def _raise_tops(
+    cta: _Cta,
+    members: list[Int32],
+    row_bits: Int32,
+    scores: Any,
+    acc: Any,
+    top: Any,
+    total: Any,
+    form: Form,
+) -> None:
+    """Every row's maximum over all warps' scores so far; sums and totals become relative to it."""
     minus = Float32(float("-inf"))
     tops: list[Float32] = []
     for i in range(2 * form.m_tiles):
-        m_tile, half = i // 2, i % 2
-        scale = ptx.load_shared_float(scale_at, form.row_scales_at + (32 * i if form.f16 else 0))
-        bits = (row_bits >> (4 * i)) & 15
+        scale = _row_scale(cta, i, form)
         largest = minus
-        for j in range(2):
-            for e in range(2):
-                at = (m_tile * 2 + j) * 4 + 2 * half + e
-                listed = (members[2 * j + e] & bits) != 0
-                scores[at] = ptx.choose_float(listed, scores[at] * scale, minus)
-                largest = ptx.maximum(largest, scores[at])
+        for spot, listed in zip(_spots(i), _listed(members, row_bits, i), strict=True):
+            scaled = ptx.choose_float(listed, scores[spot] * scale, minus)
+            largest = ptx.maximum(largest, scaled)
         tops.append(largest)
     # Side by side, so that a shuffle does not wait for the one before.
     for mask in (1, 2):
         others = [ptx.shuffle_xor_float(each, mask) for each in tops]
         tops = [ptx.maximum(a, b) for a, b in zip(tops, others, strict=True)]
     for i in range(2 * form.m_tiles):
-        ptx.store_shared_float(mine, tops[i], 32 * form.warps * i)
+        ptx.store_shared_float(_maxima(cta, form) + cta.warp * 4, tops[i], 32 * form.warps * i)
     ptx.barrier()
+    n_tiles = form.slice // 8
     for i in range(2 * form.m_tiles):
-        m_tile, half = i // 2, i % 2
         largest = top[i]
         for part in range(form.warps // 4):
             at = _maxima(cta, form)
             four = ptx.load_shared4_float(at, 32 * form.warps * i + 16 * part)
             several = ptx.maximum(ptx.maximum(four[0], four[1]), ptx.maximum(four[2], four[3]))
             largest = ptx.maximum(largest, several)
-        anchor = ptx.choose_float(largest == minus, Float32(0.0), largest)
-        fade = ptx.exp2(top[i] - anchor)
-        fades[i] = fade
+        fade = ptx.exp2(top[i] - _anchor(largest))
         top[i] = largest
-        added = Float32(0.0)
-        for j in range(2):
+        total[i] = total[i] * fade
+        for n in range(n_tiles):
             for e in range(2):
-                at = (m_tile * 2 + j) * 4 + 2 * half + e
-                # What a row does not list is -inf, and weighs exactly 0.
-                scores[at] = ptx.exp2(scores[at] - anchor)
-                added = added + scores[at]
-        total[i] = total[i] * fade + added
-    pack = ptx.pack_f16 if form.f16 else ptx.pack_bf16
-    base = cta.smem + cta.warp * 512 + cta.lane * 16
-    for m_tile in range(form.m_tiles):
-        words = []
-        for j in range(2):
-            for half in range(2):
-                at = (m_tile * 2 + j) * 4 + 2 * half
-                words.append(pack(scores[at], scores[at + 1]))
-        four_words = (words[0], words[1], words[2], words[3])
-        ptx.store_shared4(base, four_words, form.p_at + m_tile * form.warps * 512)
+                spot = ((i // 2) * n_tiles + n) * 4 + 2 * (i % 2) + e
+                acc[spot] = acc[spot] * fade
 
 
 @cute.jit
-def _phases(
-    cta: _Cta, tile: Int32, shift: Int32, step: cutlass.Constexpr, form: cutlass.Constexpr
-) -> list[Int32]:
+def _phases(cta: _Cta, tile: Int32, shift: Int32, phases: Any, form: cutlass.Constexpr) -> None:
     """Where in an interleaved group of four scale bytes each of this lane's four tokens of a step
-    is; 0 if linear.
+    is, a byte each; 0 if linear.
     """
     quad = cta.lane & 3
-    phases = [(2 * (quad & 1) + e) * cta.interleaved for e in (0, 1, 0, 1)]
-    # A union's entries are whole tiles of four. Elsewhere a token may stand anywhere in its own.
-    if (cta.interleaved != 0) & (shift == 0):
-        for i in cutlass.range_constexpr(4):
-            token = 16 * step + 8 * (i // 2) + i % 2 + 2 * quad
-            at = cta.smem + (tile * form.tile + token) * 8
-            phases[i] = ptx.shift_right(ptx.load_shared(at, form.window_at + 4), 16) & 3
-    return phases
+    # A union's entries are whole groups of four. Elsewhere a token may stand anywhere in its own.
+    first = 2 * (quad & 1) * cta.interleaved
+    both = first | ((first + cta.interleaved) << 8)
+    for step in cutlass.range_constexpr(form.tile // 16):
+        phases[step] = both | (both << 16)
+    # A loop of one turn or none: a condition would become predicates, which cost every tile.
+    for _ in cutlass.range(cta.interleaved * (1 - (shift >> 1)), unroll=1):
+        for step in cutlass.range_constexpr(form.tile // 16):
+            word = Int32(0)
+            for i in cutlass.range_constexpr(4):
+                token = 16 * step + 8 * (i // 2) + i % 2 + 2 * quad
+                at = cta.smem + (tile * form.tile + token) * 8
+                phase = ptx.shift_right(ptx.load_shared(at, form.window_at + 4), 16) & 3
+                word = word | (phase << (8 * i))
+            phases[step] = word
 
 
 def _value_fragments(
-    cta: _Cta, tile: Int32, stage: Int32, step: int, shift: Int32, form: Form
+    cta: _Cta, stage: Int32, step: int, phases: Any, form: Form
 ) -> list[tuple[Int32, Int32]]:
     """B fragments of V for 16 tokens: column g of n-tile i is dim ``slice warp + n g + i`` of n
     n-tiles.
@@ -1515,7 +1635,6 @@ def _value_fragments(
     chunk = cta.warp * (form.row_bytes // form.warps // 16) + (byte >> 4)
     base = cta.smem + (stage * form.tile + 2 * quad) * form.row_bytes
     base = base + (chunk ^ (2 * quad)) * 16 + (byte & 15)
-    phases = _phases(cta, tile, shift, step, form) if form.dtype == "nvfp4" else []
     halves: list[list[Int32]] = []
     for high in range(2):
         at = [form.v_at + (16 * step + 8 * high + e) * form.row_bytes for e in range(2)]
@@ -1530,7 +1649,7 @@ def _value_fragments(
                 dims[4 * i : 4 * i + 2] = ptx.e4m3_pairs(ptx.permute(a[i], b[i], 0x5140))
                 dims[4 * i + 2 : 4 * i + 4] = ptx.e4m3_pairs(ptx.permute(a[i], b[i], 0x7362))
         else:
-            scale = _value_scale(cta, stage, 16 * step + 8 * high, phases[2 * high :], form)
+            scale = _value_scale(cta, stage, 16 * step + 8 * high, phases[step], form)
             if form.native_e2m1:
                 a8, b8 = _decode_e2m1(a[0], form), _decode_e2m1(b[0], form)
                 for i in range(n_tiles // 2):
@@ -1556,45 +1675,36 @@ def _lane_words(base: Int32, offset: int, count: int) -> tuple[Int32, ...]:
     return (ptx.load_shared(base, offset) if count == 4 else ptx.load_shared_half(base, offset),)
 
 
-def _value_scale(cta: _Cta, stage: Int32, first: int, phases: list[Int32], form: Form) -> Int32:
+def _value_scale(cta: _Cta, stage: Int32, first: int, phases: Int32, form: Form) -> Int32:
     """The block scales of this lane's dims, for tokens ``first + 2 quad`` and the next, as
     f16x2.
     """
     block = cta.lane >> 3 if form.warps == 4 else 2 * (cta.warp & 1) + (cta.lane >> 4)
     base = cta.smem + ((stage * form.warps + cta.warp) * form.tile + 2 * (cta.lane & 3)) * 16
     base = base + block * (1 + 3 * cta.interleaved)
-    low = ptx.load_shared_byte(base + phases[0], form.v_scales_at + first * 16)
-    high = ptx.load_shared_byte(base + phases[1], form.v_scales_at + first * 16 + 16)
-    both, _ = _scale_pairs(low | (high << 8), form)
+    pair = []
+    for e in range(2):
+        phase = ptx.zero_extend_bytes(phases, 0x4440 + first % 16 // 4 + e)
+        pair.append(ptx.load_shared_byte(base + phase, form.v_scales_at + (first + e) * 16))
+    both, _ = _scale_pairs(pair[0] | (pair[1] << 8), form)
     return both
 
 
 @cute.jit
 def _accumulate(
-    cta: _Cta,
-    tile: Int32,
-    stage: Int32,
-    shift: Int32,
-    acc: Any,
-    fades: Any,
-    form: cutlass.Constexpr,
+    cta: _Cta, tile: Int32, stage: Int32, shift: Int32, acc: Any, form: cutlass.Constexpr
 ) -> None:
-    """acc = acc * fades + P V of this warp's dims."""
-    faded = fades[0] != Float32(1.0)
-    for i in cutlass.range_constexpr(1, 2 * form.m_tiles):
-        faded = faded | (fades[i] != Float32(1.0))
-    if ptx.any_lane(faded):
-        for i in cutlass.range_constexpr(2 * form.m_tiles):
-            for n in cutlass.range_constexpr(form.slice // 8):
-                for e in cutlass.range_constexpr(2):
-                    spot = ((i // 2) * (form.slice // 8) + n) * 4 + 2 * (i % 2) + e
-                    acc[spot] = acc[spot] * fades[i]
-    base = cta.smem + cta.lane * 16
-    for step in cutlass.range_constexpr(form.tile // 16):
+    """acc += P V of this warp's dims."""
+    steps = form.tile // 16
+    phases = cute.make_rmem_tensor((steps,), Int32)
+    if cutlass.const_expr(form.dtype == "nvfp4"):
+        _phases(cta, tile, shift, phases, form)
+    base = cta.smem + (tile & 1) * form.p_bytes + cta.lane * 16
+    for step in cutlass.range_constexpr(steps):
         weights = []
         for m_tile in cutlass.range_constexpr(form.m_tiles):
             weights.append(ptx.load_shared4(base, form.p_at + (m_tile * form.warps + step) * 512))
-        fragments = _value_fragments(cta, tile, stage, step, shift, form)
+        fragments = _value_fragments(cta, stage, step, phases, form)
         for n in cutlass.range_constexpr(form.slice // 8):
             b0, b1 = fragments[n]
             for m_tile in cutlass.range_constexpr(form.m_tiles):
@@ -1769,12 +1879,6 @@ def _fetch_gates(
             gates[4 * u + j] = four[j]
 
 
-def _row_and_head(cta: _Cta, m: Int32) -> tuple[Int32, Int32]:
-    """The row of q and the query head of a row of the MMA tiles."""
-    row = _row_of(cta, m)
-    return cta.row0 + row, cta.kv_head * cta.group + (m - row * cta.group)
-
-
 def _is_chosen(cta: _Cta, m: Int32, chosen: Int32) -> Any:
     """Whether a row of the MMA tiles is a query head of a row that is stored now."""
     return (m < cta.rows * cta.group) & (((Int32(1) << _row_of(cta, m)) & chosen) != 0)
@@ -1917,6 +2021,49 @@ def _store_partial(
         ptx.store_global_float(place + 4, _total(cta, m, form))
 
 
+class _MergedRow(NamedTuple):
+    """A query head of a row that was split: where its first partial result stands, the bytes from a
+    split's to the next, where it goes, and whether the last group of a request has that row.
+    """
+
+    first: Int64
+    step: Int64
+    row: Int32
+    head: Int32
+    exists: Any
+
+
+def _merged_row(
+    place: Int32,
+    q: cute.Tensor,
+    k_cache: cute.Tensor,
+    workspace: cute.Tensor,
+    tokens: Int32,
+    group_rows: Int32,
+    splits: Int32,
+    whole_units: Int32,
+) -> _MergedRow:
+    """By number among all query heads of rows of split units."""
+    kv_heads = Int32(k_cache.shape[1])
+    group = Int32(q.shape[1]) // kv_heads
+    m_rows = group_rows * group
+    tail = place // m_rows
+    m = place - tail * m_rows
+    row = m // group
+    unit = whole_units + tail
+    verify = unit // kv_heads
+    subgroups = (tokens + group_rows - 1) // group_rows
+    within = (verify % subgroups) * group_rows + row
+    before = Int64(tail) * Int64(splits) * Int64(m_rows) + Int64(m)
+    return _MergedRow(
+        first=workspace.iterator.toint() + before * PARTIAL_ROW,
+        step=Int64(m_rows) * PARTIAL_ROW,
+        row=(verify // subgroups) * tokens + within,
+        head=(unit % kv_heads) * group + (m - row * group),
+        exists=within < tokens,
+    )
+
+
 @cute.kernel
 def _merge(
     q: cute.Tensor,
@@ -1938,36 +2085,20 @@ def _merge(
     lane = thread & 31
     half = thread >> 7
     joint = cute.arch.alloc_smem(Float32, HEAD_DIM, alignment=16).toint()
-    kv_heads = Int32(k_cache.shape[1])
-    group = Int32(q.shape[1]) // kv_heads
-    m_rows = group_rows * group
-    tail = place // m_rows
-    m = place - tail * m_rows
-    row = m // group
-    unit = whole_units + tail
-    verify = unit // kv_heads
-    subgroups = (tokens + group_rows - 1) // group_rows
-    within = (verify % subgroups) * group_rows + row
-    first = (
-        workspace.iterator.toint()
-        + (Int64(tail) * Int64(splits) * Int64(m_rows) + Int64(m)) * PARTIAL_ROW
-    )
-    step = Int64(m_rows) * PARTIAL_ROW
+    merged = _merged_row(place, q, k_cache, workspace, tokens, group_rows, splits, whole_units)
 
     # What comes next waits for all of this grid, and this one for all that came before. Had the
     # grid before said so, too, the next call's CTAs would come before this one's are done, two on
     # some SMs and none on others: 163 us in place of 133 at 256 rows, 9.9 in place of 8.7 at 1.
     cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
-    if within < tokens:
-        tops, sums = _load_statistics(first, step, lane, splits)
+    if merged.exists:
+        tops, sums = _load_statistics(merged.first, merged.step, lane, splits)
         # Half of the threads take the even splits, and half the odd.
-        source = first + Int64((thread & 127) * 8)
+        source = merged.first + Int64((thread & 127) * 8)
         parts = cute.make_rmem_tensor((2 * MERGE_BATCH,), Float32)
-        _load_partials(parts, source, step, half, splits)
-        head = (unit % kv_heads) * group + (m - row * group)
-        out_row = (verify // subgroups) * tokens + within
-        gate_at = _row_address(output_gate, out_row, head, (thread & 127) * 2)
+        _load_partials(parts, source, merged.step, half, splits)
+        gate_at = _row_address(output_gate, merged.row, merged.head, (thread & 127) * 2)
         gate = ptx.load_global_if(gate_at, (use_output_gate != 0) & (half == 0), 0)
         weights, total = _weights(tops, sums)
 
@@ -1980,7 +2111,7 @@ def _merge(
                 # Beyond the last split the parts are zeros, and so are the weights.
                 for j in cutlass.range_constexpr(2):
                     acc[j] = acc[j] + weight * parts[2 * u + j]
-            _load_partials(parts, source, step, start + 2 * MERGE_BATCH, splits)
+            _load_partials(parts, source, merged.step, start + 2 * MERGE_BATCH, splits)
         spot = joint + (thread & 127) * 8
         if half == 1:
             ptx.store_shared_float(spot, acc[0])
@@ -1988,7 +2119,7 @@ def _merge(
         ptx.barrier()
         if half == 0:
             pair = [acc[j] + ptx.load_shared_float(spot + 4 * j) for j in range(2)]
-            target = _row_address(out, out_row, head, thread * 2)
+            target = _row_address(out, merged.row, merged.head, thread * 2)
             _finish(target, [gate], use_output_gate, pair, total)
 
 
@@ -2012,37 +2143,23 @@ def _merge_groups(
     block, _, _ = cute.arch.block_idx()
     lane = thread & 31
     kv_heads = Int32(k_cache.shape[1])
-    group = Int32(q.shape[1]) // kv_heads
-    m_rows = group_rows * group
     subgroups = (tokens + group_rows - 1) // group_rows
     tails = Int32(q.shape[0]) // tokens * subgroups * kv_heads - whole_units
     place = block * MERGE_HEADS + thread // (MERGE_THREADS // MERGE_HEADS)
-    there = place < tails * m_rows
+    there = place < tails * group_rows * (Int32(q.shape[1]) // kv_heads)
     place = ptx.choose(there, place, Int32(0))
-    tail = place // m_rows
-    m = place - tail * m_rows
-    row = m // group
-    unit = whole_units + tail
-    verify = unit // kv_heads
-    within = (verify % subgroups) * group_rows + row
-    there = there & (within < tokens)
-    first = (
-        workspace.iterator.toint()
-        + (Int64(tail) * Int64(splits) * Int64(m_rows) + Int64(m)) * PARTIAL_ROW
-    )
-    step = Int64(m_rows) * PARTIAL_ROW
+    merged = _merged_row(place, q, k_cache, workspace, tokens, group_rows, splits, whole_units)
+    there = there & merged.exists
     dim = (thread % (MERGE_THREADS // MERGE_HEADS)) * 4
-    head = (unit % kv_heads) * group + (m - row * group)
-    out_row = (verify // subgroups) * tokens + within
 
     cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
-    tops, sums = _load_statistics(first, step, lane, splits, there)
-    source = first + Int64(dim * 4)
+    tops, sums = _load_statistics(merged.first, merged.step, lane, splits, there)
+    source = merged.first + Int64(dim * 4)
     parts = cute.make_rmem_tensor((4 * GROUP_MERGE_BATCH,), Float32)
     ready = ptx.choose(there, splits, Int32(0))
-    _load_fours(parts, source, step, Int32(0), ready)
-    gate_at = _row_address(output_gate, out_row, head, dim)
+    _load_fours(parts, source, merged.step, Int32(0), ready)
+    gate_at = _row_address(output_gate, merged.row, merged.head, dim)
     gates = ptx.load_global2_if(gate_at, there & (use_output_gate != 0))
     weights, total = _weights(tops, sums)
     acc = cute.make_rmem_tensor((4,), Float32)
@@ -2054,9 +2171,9 @@ def _merge_groups(
             # Beyond the last split the parts are zeros, and so are the weights.
             for j in cutlass.range_constexpr(4):
                 acc[j] = acc[j] + weight * parts[4 * u + j]
-        _load_fours(parts, source, step, start + GROUP_MERGE_BATCH, ready)
+        _load_fours(parts, source, merged.step, start + GROUP_MERGE_BATCH, ready)
     if there:
-        target = _row_address(out, out_row, head, dim)
+        target = _row_address(out, merged.row, merged.head, dim)
         _finish(target, list(gates), use_output_gate, [acc[j] for j in range(4)], total)
 
 

@@ -77,6 +77,12 @@ def multiply_high(a: Int32, b: Int32) -> Int32:
     return _arithmetic("mul.hi.u32 $0, $1, $2;", a, b)
 
 
+def advance(base: Int64, count: Int32, step: Int64) -> Int64:
+    """``base + count * step``, where the count is not negative."""
+    text = "{ .reg .b64 t; cvt.u64.u32 t, $2; mad.lo.u64 $0, t, $3, $1; }"
+    return Int64(_emit("", "l", text, "lrl", [base, count, step], False))
+
+
 def divide_unsigned(a: Int32, b: Int32) -> Int32:
     return _arithmetic("div.u32 $0, $1, $2;", a, b)
 
@@ -100,7 +106,7 @@ def choose(condition: Boolean, yes: Int32, no: Int32) -> Int32:
     return _arithmetic(text, Int32(condition), yes, no)
 
 
-def choose_float(condition: Boolean, yes: Float32, no: Float32) -> Float32:
+def choose_float(condition: Boolean | Int32, yes: Float32, no: Float32) -> Float32:
     text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; selp.f32 $0, $2, $3, p; }"
     return Float32(_emit("", "f", text, "rff", [Int32(condition), yes, no], False))
 
@@ -120,6 +126,11 @@ def float_of_bits(value: Int32) -> Float32:
 def exp2(value: Float32) -> Float32:
     """2^x with an error of 2 ulp; 0 for -inf."""
     return Float32(_emit("", "f", "ex2.approx.ftz.f32 $0, $1;", "f", [value], False))
+
+
+def multiply_add(a: Float32, b: Float32, c: Float32) -> Float32:
+    """``a * b + c``, rounded once."""
+    return Float32(_emit("", "f", "fma.rn.f32 $0, $1, $2, $3;", "fff", [a, b, c], False))
 
 
 def maximum(a: Float32, b: Float32) -> Float32:

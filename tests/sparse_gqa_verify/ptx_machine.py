@@ -413,6 +413,7 @@ class _Warp:
                 "le": lambda: a <= b,
                 "gt": lambda: a > b,
                 "ge": lambda: a >= b,
+                "gtu": lambda: ~(a <= b),
                 "nan": lambda: np.isnan(a) | np.isnan(b),
             }[how]()
         self.write(o[0], value, mask)
