@@ -91,8 +91,8 @@ from specplan.plans.sparse_gqa_verify import (
     resident,
 )
 
-#: Entries of a lone row that a thread looks up before anything else is known, by a CTA's warps.
-EARLY = {4: 4, 8: 3}
+#: Entries of a lone row that a thread looks up before anything else is known.
+EARLY = 4
 #: Words of a bitmap of blocks: one bit for every four tokens.
 BITMAP_WORDS = UNION_TOKENS // 4 // 32
 #: Columns of the block table at most that a CTA keeps in shared memory while it finds a union.
@@ -106,18 +106,16 @@ NO_LIMIT = 2**31 - 1
 #: Copies that a thread prepares together: reads of the window cannot pass a copy to shared memory.
 FETCH_BATCH = 8
 #: Partial results that a thread of the merge has in flight. Of lone rows: of 33 splits, the most
-#: the rule takes, a thread takes half, which are one batch. Of groups, whose splits are fewer.
-MERGE_BATCH = 17
+#: the rule takes, a thread takes a quarter, which are one batch. Of groups, whose splits are fewer.
+MERGE_BATCH = 9
 GROUP_MERGE_BATCH = 8
 MERGE_THREADS = HEAD_DIM
 #: Query heads that a CTA of a group's merge takes: four dims a thread.
 MERGE_HEADS = 4 * MERGE_THREADS // HEAD_DIM
-#: Rows of output whose gates a warp has in flight.
-STORE_BATCH = 2
 #: Shared memory of a CTA that leaves none for another of the same launch on its SM.
 APART_BYTES = 116 * 1024
-#: Rows that a warp merges side by side in a cluster, by the MMA tiles of a group.
-SHARE_BATCH = {1: 1, 2: 2, 3: 3}
+#: Rows that a warp merges and stores side by side, by the MMA tiles of a group.
+STORE_BATCH = {1: 1, 2: 2, 3: 3}
 #: Rows of partial results that a warp has in flight.
 PARTIAL_BATCH = 3
 
@@ -436,6 +434,9 @@ def _attend(
     if cutlass.const_expr(several):
         _clear(cta, form)
 
+    first, last = _share(cta, Int32(selected_tokens.shape[1]))
+    scalars = (request_indices, valid_count, query_positions)
+    _prefetch(cta, q, request, scalars, (k_scale, v_scale), form)
     cute.arch.griddepcontrol_wait()
     # The next call may take its place on the SMs at once. A merge comes when results do: 26.2 us in
     # place of 26.7 at 32 rows on an H200.
@@ -454,7 +455,7 @@ def _attend(
     # The list is fetched before its request is known: what a lone row's first entries need hangs on
     # one chain of loads, list to table to page, and everything else runs beside it.
     early = (group_rows == 1) if cutlass.const_expr(not several) else Boolean(False)
-    ahead = [Int32(-1)] * EARLY[form.warps]
+    ahead = [Int32(-1)] * EARLY
     fits = (
         (rows > 1)
         & (width <= UNION_LIST)
@@ -469,12 +470,14 @@ def _attend(
         rest = _fetch_rest(cta, fits, form)
     if early:
         listed = cutlass.max(cutlass.min(listed, width), 0)
-        first, last = _share(cta, listed)
-        source = _list_address(cta, Int32(0))
+        if listed < width:
+            first, last = _share(cta, listed)
         entry = Int64(selected_tokens.stride[1]) * 4
-        for u in cutlass.range_constexpr(EARLY[form.warps]):
+        source = _list_address(cta, Int32(0)) + Int64(first + thread) * entry
+        for u in cutlass.range_constexpr(EARLY):
             place = first + u * form.threads + thread
-            ahead[u] = ptx.load_global_if(source + Int64(place) * entry, place < last, -1)
+            ahead[u] = ptx.load_global_if(source, place < last, -1)
+            source = source + form.threads * entry
     words = _fetch_queries(cta, q, form)
     if ((count == 1) | ((cluster > 1) & (split == 0))) & (use_output_gate != 0):
         # The gates are needed last and read at once.
@@ -491,16 +494,10 @@ def _attend(
         value_scale = value_scale * ptx.load_global_float(v_scale.iterator.toint())
     live = (owner >= 0) & (owner < Int32(block_table.shape[0]))
     if early:
-        found = [
-            _page_of(cta, owner, token, live & (token >= 0) & (token <= limit)) for token in ahead
-        ]
-        for u in cutlass.range_constexpr(EARLY[form.warps]):
-            page, slot, valid = found[u]
-            ptx.store_shared2(
-                smem + form.window_at + (u * form.threads + thread) * 8,
-                ptx.choose(valid, page, Int32(0)),
-                ptx.choose(valid, (slot << 16) | 1, Int32(0)),
-            )
+        _place_entries(cta, owner, ahead, limit, live, form)
+        if thread == 0:
+            last = ptx.choose(live, last, first)
+            ptx.store_shared2(smem + form.share_at + 48, first, last)
     if thread == 0:
         ptx.store_shared(smem + form.share_at + 32, tail)
         ptx.store_shared_float(smem + form.share_at + 36, value_scale)
@@ -587,23 +584,26 @@ def _attend(
         tail = ptx.load_shared(late)
         value_scale = ptx.load_shared_float(late + 4)
         chosen = ptx.choose(mode == UNION, Int32(-1), Int32(1) << done)
+        # The first gates come while sums are staged, and while the others of a cluster are waited
+        # for.
+        gates = cute.make_rmem_tensor((4 * STORE_BATCH[form.m_tiles],), Int32)
+        wanted = ptx.choose(use_output_gate != 0, chosen, Int32(0))
         if cluster > 1:
             fresh = _restore(cta, form)
             _stage(fresh, value_scale, acc, total, form)
             _stage_tops(fresh, top, form)
-            # The first gates come while the others are waited for.
-            gates = cute.make_rmem_tensor((4 * SHARE_BATCH[form.m_tiles],), Int32)
             first_m = fresh.split + cluster * fresh.warp
-            wanted = ptx.choose(use_output_gate != 0, chosen, Int32(0))
             _fetch_gates(fresh, output_gate, gates, first_m, cluster, wanted, form)
             failed = _meet(fresh, mode, failed, cluster, form)
             if failed == 0:
-                _store_share(cta, out, output_gate, use_output_gate, gates, chosen, cluster, form)
+                _store_rows(cta, out, output_gate, gates, wanted, chosen, cluster, True, form)
         elif failed == 0:
             if (tail < 0) | (splits == 1):
-                _stage(_restore(cta, form), value_scale, acc, total, form)
+                fresh = _restore(cta, form)
+                _fetch_gates(fresh, output_gate, gates, fresh.warp, cluster, wanted, form)
+                _stage(fresh, value_scale, acc, total, form)
                 ptx.barrier()
-                _store_rows(cta, out, output_gate, use_output_gate, chosen, form)
+                _store_rows(cta, out, output_gate, gates, wanted, chosen, cluster, False, form)
             else:
                 _store_partial(
                     cta, workspace, tail, group_rows, chosen, value_scale, acc, top, total, form
@@ -616,6 +616,40 @@ def _attend(
         passes = done < ptx.choose(
             mode == UNION, Int32(1), ptx.load_shared(smem + form.share_at + 4)
         )
+
+
+@cute.jit
+def _prefetch(
+    cta: _Cta,
+    q: cute.Tensor,
+    request: Int32,
+    of_rows: tuple[cute.Tensor, ...],
+    factors: tuple[cute.Tensor, ...],
+    form: cutlass.Constexpr,
+) -> None:
+    """Asks the L2 for what the CTAs of a unit read first, each for a part: lists, queries, and the
+    table of the request, if its rows name the one that they stand at. No more than a hint: what
+    came before may still write all of this, and nothing is read.
+    """
+    place = cta.split * form.threads + cta.thread
+    together = cta.splits * form.threads
+    for tensor in of_rows:
+        ptx.prefetch_l2(_word_address(tensor, cta.row0), place == 0)
+    if cutlass.const_expr(form.f16):
+        for tensor in factors:
+            ptx.prefetch_l2(tensor.iterator.toint(), place == 0)
+    entry = Int64(cta.lists.stride[1]) * 4
+    for row in cutlass.range(cta.rows, unroll=1):
+        source = _list_address(cta, row)
+        for line in cutlass.range(32 * place, Int32(cta.lists.shape[1]), 32 * together, unroll=1):
+            ptx.prefetch_l2(source + Int64(line) * entry, Boolean(True))
+        for line in cutlass.range(place, cta.group * 4, together, unroll=1):
+            head = cta.kv_head * cta.group + (line >> 2)
+            dim = 64 * (line & 3)
+            ptx.prefetch_l2(_row_address(q, cta.row0 + row, head, dim), Boolean(True))
+    if request < Int32(cta.table.shape[0]):
+        for column in cutlass.range(32 * place, Int32(cta.table.shape[1]), 32 * together, unroll=1):
+            ptx.prefetch_l2(_table_address(cta, request, column), Boolean(True))
 
 
 # ----- queries: global memory to MMA fragments in shared memory -----------------------------------
@@ -769,11 +803,16 @@ def _fill(
     first = Int32(0)
     low = Int32(0)
     high = Int32(0)
+    # The first entries of a lone row are there already.
+    begin = ptx.choose(early & (window == 0), Int32(EARLY * form.threads), Int32(0))
     if mode == DIRECT:
-        ptx.wait(0)
-        ptx.barrier()
-        listed = ptx.load_shared(cta.smem + form.misc_at + row * 16 + 4)
-        first, last = _share(cta, listed)
+        last = Int32(0)
+        if begin > 0:
+            first, last = ptx.load_shared2(cta.smem + form.share_at, 48)
+        else:
+            ptx.wait(0)
+            ptx.barrier()
+            first, last = _share(cta, ptx.load_shared(cta.smem + form.misc_at + row * 16 + 4))
         first = first + window * form.window
         entries = cutlass.min(last - first, form.window)
         left = Int32(last - first > form.window)
@@ -798,12 +837,25 @@ def _fill(
             first = window * form.window
             entries = cutlass.min(listed - first, form.window)
             left = Int32(listed - first > form.window)
-    if mode != UNION:
-        # The first entries of a lone row are there already.
-        begin = ptx.choose(early & (window == 0), Int32(EARLY[form.warps] * form.threads), Int32(0))
+    if (mode != UNION) & (begin < cutlass.max(entries, 1)):
         _fill_listed(cta, row, first, entries, begin, mode == FILTERED, low, high, form)
         ptx.barrier()
     return entries, left, repeated
+
+
+def _place_entries(
+    cta: _Cta, owner: Int32, tokens: list[Int32], limit: Int32, live: Any, form: Form
+) -> None:
+    """Window entries of a lone row's first tokens, of which this thread has every so many."""
+    found = [
+        _page_of(cta, owner, token, live & (token >= 0) & (token <= limit)) for token in tokens
+    ]
+    for u, (page, slot, valid) in enumerate(found):
+        ptx.store_shared2(
+            cta.smem + form.window_at + (u * form.threads + cta.thread) * 8,
+            ptx.choose(valid, page, Int32(0)),
+            ptx.choose(valid, (slot << 16) | 1, Int32(0)),
+        )
 
 
 def _word_address(vector: cute.Tensor, index: Int32) -> Int64:
@@ -1765,44 +1817,27 @@ def _staged(cta: _Cta, m: Int32, form: Form) -> tuple[list[Float32], Float32]:
     return values, _total(cta, m, form)
 
 
-@cute.jit
-def _store_rows(
-    cta: _Cta,
-    out: cute.Tensor,
-    output_gate: cute.Tensor,
-    use_output_gate: Int32,
-    chosen: Int32,
-    form: cutlass.Constexpr,
-) -> None:
-    cta = _restore(cta, form)
-    dim = cta.lane * 8
-    for start in cutlass.range(cta.warp, cta.rows * cta.group, STORE_BATCH * form.warps, unroll=1):
-        places = []
-        gates = []
-        for u in cutlass.range_constexpr(STORE_BATCH):
-            m = start + u * form.warps
-            row, head = _row_and_head(cta, m)
-            there = _is_chosen(cta, m, chosen)
-            source = _row_address(output_gate, row, head, dim)
-            gates.append(ptx.load_global4_if(source, there & (use_output_gate != 0)))
-            places.append((m, row, head, there))
-        for u in cutlass.range_constexpr(STORE_BATCH):
-            m, row, head, there = places[u]
-            if there:
-                values, total = _staged(cta, m, form)
-                target = _row_address(out, row, head, dim)
-                _finish(target, list(gates[u]), use_output_gate, values, total)
-
-
 def _row_address(tensor: cute.Tensor, row: Int32, head: Int32, dim: Int32) -> Int64:
     at = Int64(row) * Int64(tensor.stride[0]) + Int64(head) * Int64(tensor.stride[1]) + Int64(dim)
     return tensor.iterator.toint() + at * 2
 
 
 @cute.jit
+def _factors(gates: list[Int32], use_output_gate: Int32) -> list[Float32]:
+    """Sigmoids of pairs of gates, or anything."""
+    factors = [Float32(1.0)] * (2 * len(gates))
+    if use_output_gate != 0:
+        for i in cutlass.range_constexpr(len(gates)):
+            low, high = ptx.unpack_bf16(gates[i])
+            factors[2 * i] = _sigmoid(low)
+            factors[2 * i + 1] = _sigmoid(high)
+    return factors
+
+
+@cute.jit
 def _finish(
     target: Int64,
-    gates: list[Int32],
+    factors: list[Float32],
     use_output_gate: Int32,
     sums: list[Float32],
     total: Float32,
@@ -1815,9 +1850,8 @@ def _finish(
     words = [ptx.pack_bf16(values[2 * i], values[2 * i + 1]) for i in range(pairs)]
     if use_output_gate != 0:
         for i in cutlass.range_constexpr(pairs):
-            pair = ptx.unpack_bf16(words[i])
-            gate = ptx.unpack_bf16(gates[i])
-            words[i] = ptx.pack_bf16(pair[0] * _sigmoid(gate[0]), pair[1] * _sigmoid(gate[1]))
+            low, high = ptx.unpack_bf16(words[i])
+            words[i] = ptx.pack_bf16(low * factors[2 * i], high * factors[2 * i + 1])
     if cutlass.const_expr(pairs == 1):
         ptx.store_global(target, words[0])
     elif cutlass.const_expr(pairs == 2):
@@ -1870,7 +1904,7 @@ def _fetch_gates(
     """Gates of a batch of this warp's rows of the rank's share, beginning with row ``first`` of the
     MMA tiles.
     """
-    for u in range(SHARE_BATCH[form.m_tiles]):
+    for u in range(STORE_BATCH[form.m_tiles]):
         m = first + u * cluster * form.warps
         row, head = _row_and_head(cta, m)
         source = _row_address(output_gate, row, head, cta.lane * 8)
@@ -1885,48 +1919,53 @@ def _is_chosen(cta: _Cta, m: Int32, chosen: Int32) -> Any:
 
 
 @cute.jit
-def _store_share(
+def _store_rows(
     cta: _Cta,
     out: cute.Tensor,
     output_gate: cute.Tensor,
-    use_output_gate: Int32,
     gates: Any,
+    wanted: Int32,
     chosen: Int32,
     cluster: Int32,
+    joint: cutlass.Constexpr,
     form: cutlass.Constexpr,
 ) -> None:
-    """This rank's share of the rows: a warp takes as many at a time as a group has MMA tiles, and
-    asks for the gates of those that come next.
+    """All rows, or this rank's share of them, ``joint``: a warp takes as many at a time as a group
+    has MMA tiles, and asks for the gates of those that come next.
     """
     cta = _restore(cta, form)
     # What follows from it would be kept in registers through all loops.
     cluster = ptx.opaque(cluster)
-    batch = SHARE_BATCH[form.m_tiles]
-    wanted = ptx.choose(use_output_gate != 0, chosen, Int32(0))
+    batch = STORE_BATCH[form.m_tiles]
     later = cute.make_rmem_tensor((4 * batch,), Int32)
     first = cta.split + cluster * cta.warp
     while first < cta.rows * cta.group:
         parts = []
-        for u in cutlass.range_constexpr(batch):
-            m = first + u * cluster * form.warps
-            parts.append(_parts(cta, m, cluster, _is_chosen(cta, m, chosen), form))
+        if cutlass.const_expr(joint):
+            for u in cutlass.range_constexpr(batch):
+                m = first + u * cluster * form.warps
+                parts.append(_parts(cta, m, cluster, _is_chosen(cta, m, chosen), form))
         after = first + batch * cluster * form.warps
         _fetch_gates(cta, output_gate, later, after, cluster, wanted, form)
         for u in cutlass.range_constexpr(batch):
             m = first + u * cluster * form.warps
             row, head = _row_and_head(cta, m)
-            values, total = _merged(cta, parts[u], cluster)
+            if cutlass.const_expr(joint):
+                values, total = _merged(cta, parts[u], cluster)
+            else:
+                values, total = _staged(cta, m, form)
             if _is_chosen(cta, m, chosen):
                 target = _row_address(out, row, head, cta.lane * 8)
-                four = [gates[4 * u + j] for j in range(4)]
-                _finish(target, four, use_output_gate, values, total)
+                factors = _factors([gates[4 * u + j] for j in range(4)], wanted)
+                _finish(target, factors, wanted, values, total)
         for j in cutlass.range_constexpr(4 * batch):
             gates[j] = later[j]
         first = after
-    # No CTA goes on, or leaves, while another reads its sums. Nothing that was written before is
-    # for the others, and to wait for stores to global memory would cost a microsecond.
-    ptx.cluster_arrive_relaxed()
-    ptx.cluster_wait()
+    if cutlass.const_expr(joint):
+        # No CTA goes on, or leaves, while another reads its sums. Nothing that was written before
+        # is for the others, and to wait for stores to global memory would cost a microsecond.
+        ptx.cluster_arrive_relaxed()
+        ptx.cluster_wait()
 
 
 class _Parts(NamedTuple):
@@ -2077,15 +2116,20 @@ def _merge(
     splits: Int32,
     whole_units: Int32,
 ) -> None:
-    """One CTA a row and query head: sums the partial results in the order of the splits, two dims
-    and half of the splits a thread.
+    """One CTA a row and query head: sums the partial results in the order of the splits, four dims
+    and every fourth split a thread.
     """
     thread, _, _ = cute.arch.thread_idx()
     place, _, _ = cute.arch.block_idx()
     lane = thread & 31
-    half = thread >> 7
-    joint = cute.arch.alloc_smem(Float32, HEAD_DIM, alignment=16).toint()
+    quarter = thread >> 6
+    dim = (thread & 63) * 4
+    joint = cute.arch.alloc_smem(Float32, 4 * HEAD_DIM, alignment=16).toint()
     merged = _merged_row(place, q, k_cache, workspace, tokens, group_rows, splits, whole_units)
+    # The first half of the threads gate two dims each in the end.
+    gate_at = _row_address(output_gate, merged.row, merged.head, (thread & 127) * 2)
+    gated = merged.exists & (use_output_gate != 0) & (thread < 128)
+    ptx.prefetch_l2(gate_at, gated)
 
     # What comes next waits for all of this grid, and this one for all that came before. Had the
     # grid before said so, too, the next call's CTAs would come before this one's are done, two on
@@ -2093,34 +2137,44 @@ def _merge(
     cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
     if merged.exists:
+        gate = ptx.load_global_if(gate_at, gated, 0)
         tops, sums = _load_statistics(merged.first, merged.step, lane, splits)
-        # Half of the threads take the even splits, and half the odd.
-        source = merged.first + Int64((thread & 127) * 8)
-        parts = cute.make_rmem_tensor((2 * MERGE_BATCH,), Float32)
-        _load_partials(parts, source, merged.step, half, splits)
-        gate_at = _row_address(output_gate, merged.row, merged.head, (thread & 127) * 2)
-        gate = ptx.load_global_if(gate_at, (use_output_gate != 0) & (half == 0), 0)
+        source = merged.first + Int64(quarter) * merged.step + Int64(dim * 4)
+        step = merged.step * 4
+        parts = []
+        for u in cutlass.range_constexpr(MERGE_BATCH):
+            parts.append(ptx.load_global4_float_if(source, 4 * u + quarter < splits))
+            source = source + step
+        # Gates come first, and what they cost is over when the sums are there.
+        factors = _factors([gate], use_output_gate)
         weights, total = _weights(tops, sums)
-
-        acc = cute.make_rmem_tensor((2,), Float32)
-        acc[0] = Float32(0.0)
-        acc[1] = Float32(0.0)
-        for start in cutlass.range(half, splits, 2 * MERGE_BATCH, unroll=1):
-            for u in cutlass.range_constexpr(MERGE_BATCH):
-                weight = _weight_of(weights, start + 2 * u)
-                # Beyond the last split the parts are zeros, and so are the weights.
-                for j in cutlass.range_constexpr(2):
-                    acc[j] = acc[j] + weight * parts[2 * u + j]
-            _load_partials(parts, source, merged.step, start + 2 * MERGE_BATCH, splits)
-        spot = joint + (thread & 127) * 8
-        if half == 1:
-            ptx.store_shared_float(spot, acc[0])
-            ptx.store_shared_float(spot + 4, acc[1])
+        acc = cute.make_rmem_tensor((4,), Float32)
+        for j in cutlass.range_constexpr(4):
+            acc[j] = Float32(0.0)
+        for u in cutlass.range_constexpr(MERGE_BATCH):
+            # Beyond the last split the parts are zeros, and so are the weights.
+            of_lane = weights[4 * u // 32]
+            weight = ptx.shuffle_from_float(of_lane, (4 * u + quarter) & 31)
+            for j in cutlass.range_constexpr(4):
+                acc[j] = acc[j] + weight * parts[u][j]
+        for split in cutlass.range(4 * MERGE_BATCH + quarter, splits, 4, unroll=1):
+            four = ptx.load_global4_float_if(source, Boolean(True))
+            source = source + step
+            weight = _weight_of(weights, split)
+            for j in cutlass.range_constexpr(4):
+                acc[j] = acc[j] + weight * four[j]
+        ptx.store_shared4_float(
+            joint + (quarter * HEAD_DIM + dim) * 4, [acc[0], acc[1], acc[2], acc[3]]
+        )
         ptx.barrier()
-        if half == 0:
-            pair = [acc[j] + ptx.load_shared_float(spot + 4 * j) for j in range(2)]
+        if thread < 128:
+            at = joint + thread * 8
+            pair = []
+            for j in cutlass.range_constexpr(2):
+                of = [ptx.load_shared_float(at, (HEAD_DIM * k + j) * 4) for k in range(4)]
+                pair.append((of[0] + of[1]) + (of[2] + of[3]))
             target = _row_address(out, merged.row, merged.head, thread * 2)
-            _finish(target, [gate], use_output_gate, pair, total)
+            _finish(target, factors, use_output_gate, pair, total)
 
 
 @cute.kernel
@@ -2151,16 +2205,19 @@ def _merge_groups(
     merged = _merged_row(place, q, k_cache, workspace, tokens, group_rows, splits, whole_units)
     there = there & merged.exists
     dim = (thread % (MERGE_THREADS // MERGE_HEADS)) * 4
+    gate_at = _row_address(output_gate, merged.row, merged.head, dim)
+    gated = there & (use_output_gate != 0)
+    ptx.prefetch_l2(gate_at, gated)
 
     cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
+    gates = ptx.load_global2_if(gate_at, gated)
     tops, sums = _load_statistics(merged.first, merged.step, lane, splits, there)
     source = merged.first + Int64(dim * 4)
     parts = cute.make_rmem_tensor((4 * GROUP_MERGE_BATCH,), Float32)
     ready = ptx.choose(there, splits, Int32(0))
     _load_fours(parts, source, merged.step, Int32(0), ready)
-    gate_at = _row_address(output_gate, merged.row, merged.head, dim)
-    gates = ptx.load_global2_if(gate_at, there & (use_output_gate != 0))
+    factors = _factors(list(gates), use_output_gate)
     weights, total = _weights(tops, sums)
     acc = cute.make_rmem_tensor((4,), Float32)
     for j in cutlass.range_constexpr(4):
@@ -2171,10 +2228,11 @@ def _merge_groups(
             # Beyond the last split the parts are zeros, and so are the weights.
             for j in cutlass.range_constexpr(4):
                 acc[j] = acc[j] + weight * parts[4 * u + j]
-        _load_fours(parts, source, merged.step, start + GROUP_MERGE_BATCH, ready)
+        if start + GROUP_MERGE_BATCH < splits:
+            _load_fours(parts, source, merged.step, start + GROUP_MERGE_BATCH, ready)
     if there:
         target = _row_address(out, merged.row, merged.head, dim)
-        _finish(target, list(gates), use_output_gate, [acc[j] for j in range(4)], total)
+        _finish(target, factors, use_output_gate, [acc[j] for j in range(4)], total)
 
 
 def _load_statistics(
@@ -2218,14 +2276,6 @@ def _load_fours(parts: Any, source: Int64, step: Int64, start: Int32, splits: In
         four = ptx.load_global4_float_if(source + Int64(split) * step, split < splits)
         for j in range(4):
             parts[4 * u + j] = four[j]
-
-
-def _load_partials(parts: Any, source: Int64, step: Int64, start: Int32, splits: Int32) -> None:
-    """Two sums each of a batch of splits, all in flight; zeros beyond the last."""
-    for u in range(MERGE_BATCH):
-        split = start + 2 * u
-        at = source + Int64(split) * step
-        parts[2 * u], parts[2 * u + 1] = ptx.load_global2_float_if(at, split < splits)
 
 
 # ----- lowering -----------------------------------------------------------------------------------

@@ -338,6 +338,9 @@ class _Warp:
         else:
             self._put(kind, o[0], -self._integer(kind, o[1]), mask)
 
+    def do_abs(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
+        self._put(kind, o[0], np.abs(self._integer(kind, o[1])), mask)
+
     def do_mul(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
         if kind == "f16x2":
             a = np.ascontiguousarray(self.read(o[1])).view(np.float16)
