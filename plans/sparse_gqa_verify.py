@@ -46,10 +46,6 @@ MAX_CLUSTER = 4
 #: after another.
 UNION_LIST = 2176
 UNION_TOKENS = 262144
-#: Entries of a list that the threads of a CTA take as runs of four. The device code takes a list
-#: that ends among them, in less than a run, for broken there even where no union is looked for, and
-#: would mark positions beyond the bitmap: from about a million positions on outside of its memory.
-QUAD_LIST = 2048
 #: Warps of a CTA by the MMA tiles that its group fills: four, and two CTAs an SM, or eight, and the
 #: SM for itself. On an H200, in us in bf16, NVFP4 and FP8, with 24/2 heads: 128 units of two rows
 #: took 74, 77 and 64 with eight (with four, in an earlier version, 92 and 86 in bf16 and NVFP4). Of
@@ -67,8 +63,13 @@ MERGE_COST = 1
 MERGE_UNITS = 10
 #: fp32 words of a row of partial results: its sums, and four more of which two are used.
 PARTIAL_WORDS = HEAD_DIM + 4
-#: Fewest units, were every row its own, from which grouping pays, by the rows of a group.
-GROUPING_UNITS = {2: 48, 3: 32, 4: 32}
+#: Fewest units, were every row its own, from which grouping pays where lists overlap 90 %, by dtype
+#: and the rows of a group.
+GROUPING_UNITS = {
+    "bf16": {2: 40, 3: 48, 4: 48},
+    "fp8_e4m3": {2: 80, 3: 80, 4: 64},
+    "nvfp4": {2: 40, 3: 48, 4: 48},
+}
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,16 @@ class Cost:
     cluster: int
 
 
-#: By warps of a CTA. Fitted to launches of four rows a group at 16 to 256 rows, 24/2 heads, lists
-#: that overlap 90 %, and of two rows at 32 and 64. With two CTAs an SM a tile of bf16 takes 43 and
-#: of NVFP4 36.
-COSTS = {4: Cost(24, 40, 122, 170, 140), 8: Cost(35, 35, 130, 130, 110)}
+#: By dtype and warps of a CTA. Fitted to launches of four rows a group at 12 to 256 rows, of two
+#: at 16 to 96, 24/2 heads, lists that overlap 90 %.
+COSTS = {
+    ("bf16", 4): Cost(23, 43, 118, 162, 92),
+    ("bf16", 8): Cost(31, 31, 103, 103, 90),
+    ("fp8_e4m3", 4): Cost(18, 29, 128, 170, 125),
+    ("fp8_e4m3", 8): Cost(28, 28, 95, 95, 85),
+    ("nvfp4", 4): Cost(22, 34, 130, 170, 110),
+    ("nvfp4", 8): Cost(35, 35, 90, 90, 80),
+}
 
 
 class VScaleOrder(Enum):
@@ -141,7 +148,7 @@ def groups(requests: int, tokens: int, group_rows: int) -> int:
     return requests * -(-tokens // group_rows)
 
 
-def group_rows(geometry: Mapping[str, int], requests: int, tokens: int) -> int:
+def group_rows(geometry: Mapping[str, int], requests: int, tokens: int, dtype: str) -> int:
     """Rows of a group: 1, or an even share of a request's rows that fills few MMA tiles."""
     group = geometry["q_heads"] // geometry["kv_heads"]
     most = min(GROUP_ROWS, MAX_M_TILES * MMA_ROWS // group)
@@ -150,10 +157,9 @@ def group_rows(geometry: Mapping[str, int], requests: int, tokens: int) -> int:
     selected = geometry["selected"]
     if selected > UNION_LIST or geometry["page_size"] % 4:
         return 1
-    if selected < QUAD_LIST and selected % 4:
-        return 1
     rows = -(-tokens // -(-tokens // most))
-    return rows if requests * tokens * geometry["kv_heads"] >= GROUPING_UNITS[rows] else 1
+    lone_units = requests * tokens * geometry["kv_heads"]
+    return rows if lone_units >= GROUPING_UNITS[dtype][rows] else 1
 
 
 def _clusters(size: int, slots: int) -> int:
@@ -192,12 +198,11 @@ def _split_lone(width: int, units: int, warps: int, arch: Arch) -> tuple[int, in
 
 
 def _split_groups(
-    width: int, units: int, rows: int, warps: int, arch: Arch
+    width: int, units: int, rows: int, cost: Cost, warps: int, arch: Arch
 ) -> tuple[int, int, int]:
     """``(splits, CTAs of a cluster, apart)`` that cost least where all units of groups run at a
     time.
     """
-    cost = COSTS[warps]
     # The union, where a tenth of each further row's list is its own.
     width = width * (9 + rows) // 10
     slots = arch.sm_count * resident(warps)
@@ -226,9 +231,11 @@ def _split_groups(
     return splits, cluster, apart
 
 
-def choose(geometry: Mapping[str, int], requests: int, tokens: int, arch: Arch) -> Launch:
+def choose(
+    geometry: Mapping[str, int], requests: int, tokens: int, dtype: str, arch: Arch
+) -> Launch:
     """The launch that the rule takes when nothing is forced."""
-    rows = group_rows(geometry, requests, tokens)
+    rows = group_rows(geometry, requests, tokens, dtype)
     warps = WARPS[m_tiles(geometry, rows)]
     units = groups(requests, tokens, rows) * geometry["kv_heads"]
     width = geometry["selected"]
@@ -237,7 +244,8 @@ def choose(geometry: Mapping[str, int], requests: int, tokens: int, arch: Arch) 
         if rows == 1:
             splits, cluster = _split_lone(width, units, warps, arch)
             return Launch(tokens, rows, splits, 0, cluster)
-        splits, cluster, apart = _split_groups(width, units, rows, warps, arch)
+        cost = COSTS[dtype, warps]
+        splits, cluster, apart = _split_groups(width, units, rows, cost, warps, arch)
         return Launch(tokens, rows, splits, 0, cluster, apart)
     whole = units // slots * slots
     rest = units - whole
@@ -303,7 +311,7 @@ class _SparseGqaVerify:
     def splits(
         self, geometry: Mapping[str, int], requests: int, tokens: int, dtype: str, arch: Arch
     ) -> int:
-        return choose(geometry, requests, tokens, arch).splits
+        return choose(geometry, requests, tokens, dtype, arch).splits
 
     def plans(
         self,
@@ -319,7 +327,7 @@ class _SparseGqaVerify:
         """
         if not 1 <= splits <= MAX_SPLITS:
             raise ValueError(f"splits is {splits}; it must be between 1 and {MAX_SPLITS}")
-        launch = choose(geometry, requests, tokens, arch)
+        launch = choose(geometry, requests, tokens, dtype, arch)
         if splits != launch.splits:
             launch = Launch(tokens, launch.group_rows, splits, 0, _forced(splits))
         return (

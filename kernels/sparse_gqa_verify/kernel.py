@@ -41,8 +41,7 @@ token stride 16, ``out`` and a used workspace overlap no other argument, and the
 share no memory. **The planning rule sees to it** that Hq is a multiple of Hk and fits the plan's
 ``m_tiles``: ``ceil(group_rows * Hq / Hk / 16)``; that T is a multiple of 4; that W times ``splits``
 is below 2^31; that ``cluster`` is 1, or ``splits`` where no unit is whole and splits are at most
-``MAX_CLUSTER``; that ``group_rows`` is 1 in forms of one MMA tile alone; and that W is a multiple
-of 4, or 2048 and more, where it is not 1.
+``MAX_CLUSTER``; and that ``group_rows`` is 1 in forms of one MMA tile alone.
 
 **Work.** A CTA takes one K/V head of a group of rows, or a split of it. It fills a *window* with
 what the rows attend, then walks it in tiles of 16 tokens a warp: four warps and two CTAs an SM, or

@@ -30,17 +30,20 @@ PROBLEMS = [
 
 @pytest.mark.parametrize("problem", PROBLEMS)
 @pytest.mark.parametrize("sms", [132, 148])
-def test_every_cell_has_a_launch_that_covers_its_units(problem: dict[str, int], sms: int) -> None:
+@pytest.mark.parametrize("dtype", FAMILY.dtypes)
+def test_every_cell_has_a_launch_that_covers_its_units(
+    problem: dict[str, int], sms: int, dtype: str
+) -> None:
     arch = Arch("sm_90a", (9, 0), sms, 233472, 232448, "any")
     assert FAMILY.check_problem(problem) is None
     for requests in range(1, 257):
         for tokens in range(1, 9):
-            launch = choose(problem, requests, tokens, arch)
+            launch = choose(problem, requests, tokens, dtype, arch)
             units = groups(requests, tokens, launch.group_rows) * problem["kv_heads"]
             assert 1 <= launch.group_rows <= tokens
             assert 1 <= launch.splits <= MAX_SPLITS
             assert 0 <= launch.whole_units <= units
-            (plan,) = FAMILY.plans(problem, requests, tokens, launch.splits, "bf16", arch)
+            (plan,) = FAMILY.plans(problem, requests, tokens, launch.splits, dtype, arch)
             assert 1 <= plan.int("m_tiles") <= MAX_M_TILES
             assert plan.int("splits") == launch.splits
             slots = sms * resident(WARPS[plan.int("m_tiles")])
@@ -70,11 +73,12 @@ def test_few_device_functions_serve_all_cells() -> None:
     assert len(symbols) <= 9
 
 
-def test_all_variants_are_reached() -> None:
+@pytest.mark.parametrize("dtype", FAMILY.dtypes)
+def test_all_variants_are_reached(dtype: str) -> None:
     kinds = set()
     for requests in range(1, 257):
         for tokens in range(1, 9):
-            launch = choose(MODEL, requests, tokens, H200)
+            launch = choose(MODEL, requests, tokens, dtype, H200)
             last_wave = launch.splits > 1 and launch.whole_units > 0
             split = "cluster" if launch.cluster > 1 else "apart" if launch.apart else "all"
             kind = "last wave" if last_wave else "one" if launch.splits == 1 else split
@@ -85,41 +89,43 @@ def test_all_variants_are_reached() -> None:
 
 
 @pytest.mark.parametrize(
-    ("requests", "tokens", "group", "splits", "cluster", "apart"),
+    ("requests", "tokens", "dtypes", "group", "splits", "cluster", "apart"),
     [
-        (1, 1, 1, 33, 1, 0),
-        (1, 4, 1, 33, 1, 0),
-        (4, 4, 4, 16, 1, 1),
-        (8, 4, 4, 8, 1, 1),
-        (12, 4, 4, 11, 1, 0),
-        (16, 4, 4, 4, 1, 1),
-        (20, 4, 4, 6, 1, 0),
-        (24, 4, 4, 5, 1, 0),
-        (32, 4, 4, 4, 1, 0),
-        (40, 4, 4, 3, 1, 0),
-        (48, 4, 4, 2, 2, 0),
-        (64, 4, 4, 2, 2, 0),
-        (128, 4, 4, 1, 1, 0),
-        (256, 4, 4, 1, 1, 0),
-        (32, 1, 1, 3, 3, 0),
-        (40, 1, 1, 3, 1, 0),
-        (48, 1, 1, 2, 2, 0),
-        (64, 1, 1, 2, 2, 0),
-        (128, 1, 1, 1, 1, 0),
+        (1, 1, "bf16 fp8_e4m3 nvfp4", 1, 33, 1, 0),
+        (1, 4, "bf16 fp8_e4m3 nvfp4", 1, 33, 1, 0),
+        (4, 4, "bf16 fp8_e4m3 nvfp4", 1, 7, 1, 0),
+        (5, 4, "bf16 fp8_e4m3 nvfp4", 1, 6, 1, 0),
+        (7, 4, "fp8_e4m3", 1, 4, 4, 0),
+        (7, 4, "bf16 nvfp4", 4, 9, 1, 1),
+        (8, 4, "bf16 fp8_e4m3 nvfp4", 4, 8, 1, 1),
+        (12, 4, "bf16", 4, 5, 1, 1),
+        (12, 4, "fp8_e4m3 nvfp4", 4, 11, 1, 0),
+        (16, 4, "bf16 fp8_e4m3 nvfp4", 4, 4, 1, 1),
+        (20, 4, "bf16", 4, 3, 1, 1),
+        (20, 4, "fp8_e4m3 nvfp4", 4, 6, 1, 0),
+        (24, 4, "bf16 fp8_e4m3 nvfp4", 4, 5, 1, 0),
+        (32, 4, "bf16", 4, 2, 2, 1),
+        (32, 4, "fp8_e4m3 nvfp4", 4, 4, 1, 0),
+        (40, 4, "bf16 fp8_e4m3 nvfp4", 4, 3, 1, 0),
+        (48, 4, "bf16 fp8_e4m3 nvfp4", 4, 2, 2, 0),
+        (64, 4, "bf16 fp8_e4m3 nvfp4", 4, 2, 2, 0),
+        (128, 4, "bf16 fp8_e4m3 nvfp4", 4, 1, 1, 0),
+        (256, 4, "bf16 fp8_e4m3 nvfp4", 4, 1, 1, 0),
+        (10, 2, "bf16 nvfp4", 2, 6, 1, 0),
+        (10, 2, "fp8_e4m3", 1, 6, 1, 0),
+        (32, 1, "bf16 fp8_e4m3 nvfp4", 1, 3, 3, 0),
+        (40, 1, "bf16 fp8_e4m3 nvfp4", 1, 3, 1, 0),
+        (48, 1, "bf16 fp8_e4m3 nvfp4", 1, 2, 2, 0),
+        (64, 1, "bf16 fp8_e4m3 nvfp4", 1, 2, 2, 0),
+        (128, 1, "bf16 fp8_e4m3 nvfp4", 1, 1, 1, 0),
     ],
 )
 def test_the_launches_that_were_measured(
-    requests: int, tokens: int, group: int, splits: int, cluster: int, apart: int
+    requests: int, tokens: int, dtypes: str, group: int, splits: int, cluster: int, apart: int
 ) -> None:
-    launch = choose(MODEL, requests, tokens, H200)
-    assert launch == Launch(tokens, group, splits, 0, cluster, apart)
-
-
-@pytest.mark.parametrize("selected", [1025, 1026, 1027, 2047])
-def test_lists_that_end_within_a_run_of_four_are_not_grouped(selected: int) -> None:
-    """The device code of groups would mark positions beyond its bitmaps."""
-    assert choose({**MODEL, "selected": selected}, 16, 4, H200).group_rows == 1
-    assert choose({**MODEL, "selected": selected // 4 * 4}, 16, 4, H200).group_rows == 4
+    for dtype in dtypes.split():
+        launch = choose(MODEL, requests, tokens, dtype, H200)
+        assert launch == Launch(tokens, group, splits, 0, cluster, apart)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4, 8, 16])
