@@ -27,6 +27,7 @@ from specplan.kernels.sparse_gqa_verify.writer import to_fp8, to_nvfp4
 from specplan.plans.sparse_gqa_verify import (
     GROUP_ROWS,
     MAX_SPLITS,
+    PARTIAL_WORDS,
     VScaleOrder,
     workspace_words,
 )
@@ -55,6 +56,9 @@ REQUESTS_AT_A_TIME = 32
 #: 2048 rows of 24 heads in bf16, whole, a case holds 161 MB; a cell has two, and certification
 #: keeps three copies of one besides.
 HEADS_A_GRAPH = 2048 * 24
+#: CTAs among which a call splits units, at most: many units are split only where few are left over,
+#: and splits are forced only where there are few.
+MOST_SPLIT_CTAS = 4096
 MOST_CELLS_A_GRAPH = 8
 
 RATIO = 4
@@ -453,9 +457,13 @@ class GqaCase:
             rows + 2, heads + 1, dim, dtype=torch.bfloat16, device=self.device
         )
         self.out = self.buffer[1:-1, :heads]
-        #: Enough for any grouping of the rows and any number of whole units.
+        #: Enough for any grouping of the rows and any number of whole units; a call that has too
+        #: few is declined.
         self.words = max(
-            workspace_words(geometry, requests, tokens, group, splits, 0)
+            min(
+                workspace_words(geometry, requests, tokens, group, splits, 0),
+                MOST_SPLIT_CTAS * group * (heads // geometry["kv_heads"]) * PARTIAL_WORDS,
+            )
             for group in range(1, min(tokens, GROUP_ROWS) + 1)
         )
         self.space = torch.empty(self.words + GUARD, device=self.device)
