@@ -1552,7 +1552,7 @@ def _weigh(
     if not first:
         members = _members(cta, tile, shift, form)
         anchors = [top[i] for i in range(2 * form.m_tiles)]
-        _store_weights(cta, tile, members, row_bits, scores, anchors, added, form)
+        _store_weights(cta, tile, members, row_bits, scores, anchors, added, False, form)
         # A row that has no maximum yet gives infinite weights, or NaN.
         fits = added[0] <= MOST_WEIGHT
         for i in cutlass.range_constexpr(1, 2 * form.m_tiles):
@@ -1565,7 +1565,7 @@ def _weigh(
         _raise_tops(cta, again, row_bits, scores, acc, top, total, form)
         again = _members(cta, tile, shift, form)
         anchors = [_anchor(top[i]) for i in range(2 * form.m_tiles)]
-        _store_weights(cta, tile, again, row_bits, scores, anchors, added, form)
+        _store_weights(cta, tile, again, row_bits, scores, anchors, added, True, form)
         ptx.wait(2 * form.stages - 1)
         ptx.barrier()
     for i in cutlass.range_constexpr(2 * form.m_tiles):
@@ -1585,8 +1585,12 @@ def _store_weights(
     scores: Any,
     anchors: list[Float32],
     added: Any,
+    rounded: bool,
     form: Form,
 ) -> None:
+    """``rounded``: scores are scaled as maxima are, so that a row's maximum weighs 1 however large
+    it is. Else they may weigh more or less where they have no digits after the point.
+    """
     pack = ptx.pack_f16 if form.f16 else ptx.pack_bf16
     base = cta.smem + (tile & 1) * form.p_bytes + cta.warp * 512 + cta.lane * 16
     for m_tile in range(form.m_tiles):
@@ -1595,7 +1599,11 @@ def _store_weights(
             scale = _row_scale(cta, i, form)
             weights = []
             for spot, listed in zip(_spots(i), _listed(members, row_bits, i), strict=True):
-                weight = ptx.exp2(ptx.multiply_add(scores[spot], scale, -anchors[i]))
+                if rounded:
+                    exponent = ptx.multiply(scores[spot], scale) - anchors[i]
+                else:
+                    exponent = ptx.multiply_add(scores[spot], scale, -anchors[i])
+                weight = ptx.exp2(exponent)
                 weights.append(ptx.choose_float(listed, weight, Float32(0.0)))
             added[i] = (weights[0] + weights[1]) + (weights[2] + weights[3])
             halves.append([pack(weights[0], weights[1]), pack(weights[2], weights[3])])
@@ -1621,7 +1629,7 @@ def _raise_tops(
         scale = _row_scale(cta, i, form)
         largest = minus
         for spot, listed in zip(_spots(i), _listed(members, row_bits, i), strict=True):
-            scaled = ptx.choose_float(listed, scores[spot] * scale, minus)
+            scaled = ptx.choose_float(listed, ptx.multiply(scores[spot], scale), minus)
             largest = ptx.maximum(largest, scaled)
         tops.append(largest)
     # Side by side, so that a shuffle does not wait for the one before.
@@ -1914,7 +1922,7 @@ def _fetch_gates(
 
 def _is_chosen(cta: _Cta, m: Int32, chosen: Int32) -> Any:
     """Whether a row of the MMA tiles is a query head of a row that is stored now."""
-    return (m < cta.rows * cta.group) & (((Int32(1) << _row_of(cta, m)) & chosen) != 0)
+    return (m < cta.rows * cta.group) & ((ptx.shift_right(chosen, _row_of(cta, m)) & 1) != 0)
 
 
 @cute.jit

@@ -133,6 +133,11 @@ def multiply_add(a: Float32, b: Float32, c: Float32) -> Float32:
     return Float32(_emit("", "f", "fma.rn.f32 $0, $1, $2, $3;", "fff", [a, b, c], False))
 
 
+def multiply(a: Float32, b: Float32) -> Float32:
+    """``a * b``, rounded before anything else is done with it."""
+    return Float32(_emit("", "f", "mul.rn.f32 $0, $1, $2;", "ff", [a, b], False))
+
+
 def maximum(a: Float32, b: Float32) -> Float32:
     """The larger number; NaN only if both are."""
     return Float32(_emit("", "f", "max.f32 $0, $1, $2;", "ff", [a, b], False))

@@ -137,6 +137,23 @@ def test_device_code_computes_the_reference(
                 assert found.error <= found.bound, (case.name, found)
 
 
+@pytest.mark.parametrize(("dtype", "q", "k"), [("bf16", 1.3e4, 1.7e4), ("fp8_e4m3", 1.3e9, 1.0)])
+def test_scores_without_digits_after_the_point(
+    dtype: str, q: float, k: float, tmp_path: Path
+) -> None:
+    """A row's maximum weighs 1 even where its rounding is worth many powers of two."""
+    name = "sparse_gqa_verify"
+    ptx = _compile(Plan(name, name, "sm_90a", (("dtype", dtype), ("m_tiles", 1))), tmp_path)
+    case = next(cases.checks(PROBLEM, 2, 1, 2, dtype, "cpu"))
+    case.inputs.q.mul_(q)
+    if dtype == "bf16":
+        case.inputs.k_cache.mul_(k)
+    expected = case.expect()
+    _run(ptx, dtype, case, Launch(1, 1, 2, 0), False)
+    for found in case.compare(expected):
+        assert found.error <= found.bound, found
+
+
 def test_a_union_over_more_positions_than_one_turn_counts(tmp_path: Path) -> None:
     """Bitmaps of more than 65,536 positions, and a table that stays in global memory."""
     name = "sparse_gqa_verify"
