@@ -56,9 +56,8 @@ REQUESTS_AT_A_TIME = 32
 #: 2048 rows of 24 heads in bf16, whole, a case holds 161 MB; a cell has two, and certification
 #: keeps three copies of one besides.
 HEADS_A_GRAPH = 2048 * 24
-#: CTAs among which a call splits units, at most: many units are split only where few are left over,
-#: and splits are forced only where there are few.
-MOST_SPLIT_CTAS = 4096
+#: CTAs among which a call of the catalog splits units, at most: 20 requests of 4 rows in 16 splits.
+MOST_SPLIT_CTAS = 2560
 MOST_CELLS_A_GRAPH = 8
 
 RATIO = 4
@@ -458,15 +457,7 @@ class GqaCase:
             rows + 2, heads + 1, dim, dtype=torch.bfloat16, device=self.device
         )
         self.out = self.buffer[1:-1, :heads]
-        #: Enough for any grouping of the rows and any number of whole units; a call that has too
-        #: few is declined.
-        self.words = max(
-            min(
-                workspace_words(geometry, requests, tokens, group, splits, 0),
-                MOST_SPLIT_CTAS * group * (heads // geometry["kv_heads"]) * PARTIAL_WORDS,
-            )
-            for group in range(1, min(tokens, GROUP_ROWS) + 1)
-        )
+        self.words = room(geometry, requests, tokens, splits)
         self.space = torch.empty(self.words + GUARD, device=self.device)
         self.workspace = self.space[: self.words]
         self._poison()
@@ -560,6 +551,20 @@ def _storages(inputs: Inputs) -> tuple[torch.Tensor, ...]:
                 raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
                 found[storage.data_ptr()] = raw.set_(storage)
     return tuple(found.values())
+
+
+def room(geometry: Mapping[str, int], requests: int, tokens: int, splits: int) -> int:
+    """fp32 words that are enough for any grouping of the rows and any number of whole units. A call
+    with fewer than it needs is declined.
+    """
+    heads = geometry["q_heads"] // geometry["kv_heads"]
+    return max(
+        min(
+            workspace_words(geometry, requests, tokens, group, splits, 0),
+            MOST_SPLIT_CTAS * group * heads * PARTIAL_WORDS,
+        )
+        for group in range(1, min(tokens, GROUP_ROWS) + 1)
+    )
 
 
 def checks(

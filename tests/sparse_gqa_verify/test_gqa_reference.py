@@ -15,6 +15,8 @@ from specplan.kernels.sparse_gqa_verify.reference import (
     interleave,
     select_tokens,
 )
+from specplan.plans.catalog import load as load_catalog
+from specplan.plans.sparse_gqa_verify import Launch, workspace_words
 
 SMALL = {"q_heads": 6, "kv_heads": 2, "head_dim": 256, "page_size": 8, "selected": 67}
 
@@ -246,3 +248,26 @@ def test_large_cells_share_a_graph_with_few() -> None:
     shared = [cases.cells_a_graph(geometry, n, 8, "bf16") for n in (1, 32, 64, 128, 256)]
     assert shared == [8, 8, 4, 2, 1]
     assert cases.cells_a_graph({**geometry, "q_heads": 64}, 256, 8, "bf16") == 1
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_103a"])
+def test_every_cell_has_room_for_its_partial_sums(arch: str) -> None:
+    """Else certification would find the call declined."""
+    catalog = load_catalog()
+    problems = catalog.problems["sparse_gqa_verify"]
+    split = 0
+    for cell in catalog.cells(arch, "sparse_gqa_verify"):
+        problem, sizes = problems[cell.problem], (cell.requests, cell.tokens)
+        for plan in catalog.plans_of(cell):
+            launch = Launch(**dict(plan.launch))
+            words = workspace_words(
+                problem,
+                *sizes,
+                launch.group_rows,
+                launch.splits,
+                launch.whole_units,
+                launch.cluster,
+            )
+            assert words <= cases.room(problem, *sizes, launch.splits), cell
+            split += words > 0
+    assert split > 1000
