@@ -298,8 +298,8 @@ class SparseGqaVerify(Op):
         **geometry: int,
     ) -> int:
         """fp32 words that a call of this size needs as its workspace, 0 where nothing is split or
-        splits merge in clusters; the parameters are those of :meth:`pick`. Looks at no tensor and
-        at no GPU.
+        splits merge in clusters; the parameters are those of :meth:`pick`, but without a dtype the
+        words are enough for each that the pack has. Looks at no tensor and at no GPU.
 
         A larger call may need less: a server takes the largest over the sizes that it launches.
 
@@ -308,20 +308,22 @@ class SparseGqaVerify(Op):
         UncertifiedCell
             The call would be declined.
         """
-        picked = required(
+        picks = [
             self.pick(
                 requests=requests,
                 tokens=tokens,
                 problem=problem,
                 splits=splits,
-                dtype=dtype,
+                dtype=each,
                 arch=arch,
                 **geometry,
             )
-        )
+            for each in ((dtype,) if dtype is not None else planning.FAMILY.dtypes)
+        ]
+        found = [pick for pick in picks if pick] or [required(picks[0])]
         if problem is not None:
             geometry = dict(self._pack.manifest(arch).problems[self.family][problem])
-        return _words(geometry, picked.cell.requests, picked.launch)
+        return max(_words(geometry, pick.cell.requests, pick.launch) for pick in found)
 
     def _made(
         self,

@@ -432,6 +432,19 @@ def test_workspace_comes_from_integers_alone(pack: Pack) -> None:
         op.workspace(problem="small", requests=7, tokens=1)
 
 
+def test_a_workspace_for_no_dtype_is_enough_for_each(pack: Pack) -> None:
+    """The rule's launches depend on the dtype."""
+    op = pack.sparse_gqa_verify
+    differ = 0
+    for requests in range(1, 7):
+        for tokens in range(1, 5):
+            sizes = {"problem": "model", "requests": requests, "tokens": tokens}
+            words = [op.workspace(**sizes, dtype=dtype) for dtype in FAMILY.dtypes]
+            assert op.workspace(**sizes) == max(words)
+            differ += len(set(words)) > 1
+    assert differ > 0
+
+
 def test_idle_arguments_are_taken_and_split(functions: dict[str, Compiled], pack: Pack) -> None:
     for symbol, plan in pack.manifest().plans.items():
         device = torch.device("cpu")
