@@ -56,8 +56,8 @@ WARP_TOKENS = 16
 #: What a merge in memory costs after a last wave, in tiles.
 MERGE_TILES = 2
 #: What a tile of lone rows costs where a CTA has its SM for itself, and where two share it; and
-#: what a merge in memory costs, once and for every so many units. On an H200 in bf16: 1.6 us and
-#: 2.5 us a tile, and 3, 6 and 9 us a merge of 32, 64 and 96 units.
+#: what a merge in memory costs, once and for every so many units. On an H200 in bf16, in an earlier
+#: version: 1.6 us and 2.5 us a tile, and 3, 6 and 9 us a merge of 32, 64 and 96 units.
 LONE_TILE = (2, 3)
 MERGE_COST = 1
 MERGE_UNITS = 10

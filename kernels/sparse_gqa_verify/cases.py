@@ -53,12 +53,12 @@ POISON_32 = 0x7FC5A5A5
 REQUESTS_AT_A_TIME = 32
 
 #: Query heads over all rows of the cells whose cases share a graph, and the most such cells. At
-#: 2048 rows of 24 heads in bf16, whole, a case holds 161 MB; a cell has two, and certification
+#: 2048 rows of 24 heads in bf16, whole, a case holds 127 MB; a cell has two, and certification
 #: keeps three copies of one besides.
 HEADS_A_GRAPH = 2048 * 24
+MOST_CELLS_A_GRAPH = 8
 #: CTAs among which a call of the catalog splits units, at most: 20 requests of 4 rows in 16 splits.
 MOST_SPLIT_CTAS = 2560
-MOST_CELLS_A_GRAPH = 8
 
 RATIO = 4
 
@@ -151,7 +151,8 @@ def make_inputs(
     """Random inputs of a cell. Pages are scattered; slots that no row selects are poisoned.
 
     ``counted`` gives a ``valid_count``, which cuts every third row by 7 entries, and moves every
-    fourth row's ``query_positions`` back by 300: what they exclude is poisoned, too.
+    fourth row's ``query_positions`` back by 300: what they exclude is poisoned, too. Without a
+    ``softmax_scale`` it is the head dimension's.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
 

@@ -1544,8 +1544,8 @@ def _weigh(
     """Scores to weights in shared memory, as A fragments, and to totals. Ends with a barrier.
 
     A weight is relative to its row's ``top``, which is the row's maximum at some earlier tile. As
-    long as no sum of four weights is above ``MOST_WEIGHT``, no row has to know of the others' warps
-    scores; else all rows take their maxima of now, and what was summed before shrinks.
+    long as no sum of four weights is above ``MOST_WEIGHT``, no warp has to know the others' scores;
+    else all rows take their maxima of now, and what was summed before shrinks.
     """
     added = cute.make_rmem_tensor((2 * form.m_tiles,), Float32)
     above = Int32(1)
@@ -2011,7 +2011,7 @@ def _merged(cta: _Cta, parts: _Parts, cluster: Int32) -> tuple[list[Float32], Fl
     largest = top
     for rank in range(MAX_CLUSTER):
         largest = ptx.maximum(largest, ptx.shuffle_from_float(top, Int32(rank)))
-    weight = ptx.exp2(top - ptx.choose_float(largest == minus, Float32(0.0), largest))
+    weight = ptx.exp2(top - _anchor(largest))
     mine = Float32(0.0)
     for four in parts.totals:
         mine = mine + ((four[0] + four[1]) + (four[2] + four[3]))
@@ -2259,11 +2259,10 @@ def _load_statistics(
 
 def _weights(tops: list[Float32], sums: list[Float32]) -> tuple[list[Float32], Float32]:
     """``(weights of the splits that a lane keeps, weighted total of all)``."""
-    minus = Float32(float("-inf"))
     largest = ptx.maximum(tops[0], tops[1])
     for power in range(5):
         largest = ptx.maximum(largest, ptx.shuffle_xor_float(largest, 1 << power))
-    anchor = ptx.choose_float(largest == minus, Float32(0.0), largest)
+    anchor = _anchor(largest)
     weights = [ptx.exp2(top - anchor) for top in tops]
     total = weights[0] * sums[0] + weights[1] * sums[1]
     for power in range(5):

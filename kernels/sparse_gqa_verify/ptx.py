@@ -473,12 +473,6 @@ def load_global4_float_if(
     return float_of_bits(a), float_of_bits(b), float_of_bits(c), float_of_bits(d)
 
 
-def load_global2_float_if(address: Int64, condition: Boolean) -> tuple[Float32, Float32]:
-    """Zeros where the condition does not hold; the address is not touched then."""
-    a, b = load_global2_if(address, condition)
-    return float_of_bits(a), float_of_bits(b)
-
-
 def store_global(address: Int64, word: Int32) -> None:
     _emit("memory", "", "st.global.b32 [$0], $1;", "lr", [address, word], True)
 

@@ -22,12 +22,14 @@ from ptx_machine import Machine, Memory
 PROBLEM = {"q_heads": 12, "kv_heads": 1, "head_dim": 256, "page_size": 64, "selected": 131}
 
 
-def _compile(plan: Plan, folder: Path) -> str:
+def _compile(dtype: str, m_tiles: int, folder: Path, arch: str = "sm_90a") -> str:
     from cutlass import cute
     from specplan.kernels.sparse_gqa_verify.kernel import lower
 
+    name = "sparse_gqa_verify"
+    plan = Plan(name, name, arch, (("dtype", dtype), ("m_tiles", m_tiles)))
     function, arguments = lower(plan)
-    options = f"--enable-tvm-ffi --gpu-arch {plan.arch} --keep-ptx --dump-dir {folder}"
+    options = f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx --dump-dir {folder}"
     cute.compile(function, *arguments, options=options)
     (ptx,) = folder.rglob("*.ptx")
     return ptx.read_text()
@@ -124,9 +126,7 @@ def test_device_code_computes_the_reference(
     dtype: str, arch: str, requests: int, tokens: int, launch: Launch, tmp_path: Path
 ) -> None:
     m_tiles = -(-launch.group_rows * 12 // 16)
-    name = "sparse_gqa_verify"
-    spec = (("dtype", dtype), ("m_tiles", m_tiles))
-    ptx = _compile(Plan(name, name, arch, spec), tmp_path)
+    ptx = _compile(dtype, m_tiles, tmp_path, arch)
     checks = cases.checks(PROBLEM, requests, tokens, launch.splits, dtype, "cpu")
     for number, case in enumerate(checks):
         for eager in (False, True) if launch.group_rows == 1 else (False,):
@@ -142,8 +142,7 @@ def test_scores_without_digits_after_the_point(
     dtype: str, q: float, k: float, tmp_path: Path
 ) -> None:
     """A row's maximum weighs 1 even where its rounding is worth many powers of two."""
-    name = "sparse_gqa_verify"
-    ptx = _compile(Plan(name, name, "sm_90a", (("dtype", dtype), ("m_tiles", 1))), tmp_path)
+    ptx = _compile(dtype, 1, tmp_path)
     case = next(cases.checks(PROBLEM, 2, 1, 2, dtype, "cpu"))
     case.inputs.q.mul_(q)
     if dtype == "bf16":
@@ -156,8 +155,7 @@ def test_scores_without_digits_after_the_point(
 
 def test_a_union_over_more_positions_than_one_turn_counts(tmp_path: Path) -> None:
     """Bitmaps of more than 65,536 positions, and a table that stays in global memory."""
-    name = "sparse_gqa_verify"
-    ptx = _compile(Plan(name, name, "sm_90a", (("dtype", "bf16"), ("m_tiles", 3))), tmp_path)
+    ptx = _compile("bf16", 3, tmp_path)
     case = cases.GqaCase("long", PROBLEM, 1, 4, 2, "bf16", "cpu", context=72_000, overlap=0.5)
     case.refill(3)
     assert int(case.inputs.selected_tokens.amax()) > 65_536
@@ -171,8 +169,7 @@ def test_a_union_over_more_positions_than_one_turn_counts(tmp_path: Path) -> Non
 @pytest.mark.parametrize("launch", [Launch(4, 4, 1, 1), Launch(4, 2, 3, 0)])
 def test_groups_of_few_heads_fill_one_tile(launch: Launch, tmp_path: Path) -> None:
     """The form of lone rows, which looks for a union where one is asked for."""
-    name = "sparse_gqa_verify"
-    ptx = _compile(Plan(name, name, "sm_90a", (("dtype", "bf16"), ("m_tiles", 1))), tmp_path)
+    ptx = _compile("bf16", 1, tmp_path)
     problem = {**PROBLEM, "q_heads": 3}
     for case in cases.checks(problem, 1, 4, launch.splits, "bf16", "cpu"):
         case.refill(5)
@@ -185,8 +182,7 @@ def test_groups_of_few_heads_fill_one_tile(launch: Launch, tmp_path: Path) -> No
 @pytest.mark.parametrize("launch", [Launch(2, 2, 2, 0, 2), Launch(2, 2, 2, 0)])
 def test_a_block_that_a_row_lists_twice_counts_twice(launch: Launch, tmp_path: Path) -> None:
     """What the union would count once: all rows are done alone from the start."""
-    name = "sparse_gqa_verify"
-    ptx = _compile(Plan(name, name, "sm_90a", (("dtype", "bf16"), ("m_tiles", 2))), tmp_path)
+    ptx = _compile("bf16", 2, tmp_path)
     case = next(cases.checks(PROBLEM, 1, 2, 2, "bf16", "cpu"))
     lists = case.inputs.selected_tokens
     assert (lists[1, 4:8] - lists[1, 4]).tolist() == [0, 1, 2, 3]
@@ -199,8 +195,7 @@ def test_a_block_that_a_row_lists_twice_counts_twice(launch: Launch, tmp_path: P
 
 def test_a_union_that_fails_in_one_split_is_done_again_in_all(tmp_path: Path) -> None:
     """A token listed twice, which one CTA of the cluster alone meets."""
-    name = "sparse_gqa_verify"
-    ptx = _compile(Plan(name, name, "sm_90a", (("dtype", "bf16"), ("m_tiles", 2))), tmp_path)
+    ptx = _compile("bf16", 2, tmp_path)
     case = next(cases.checks(PROBLEM, 1, 2, 1, "bf16", "cpu"))
     inputs = case.inputs
     lists = inputs.selected_tokens
@@ -216,9 +211,7 @@ def test_a_union_that_fails_in_one_split_is_done_again_in_all(tmp_path: Path) ->
 def test_nan_in_v_reaches_the_rows_that_list_it_and_no_others(
     launch: Launch, tmp_path: Path
 ) -> None:
-    name = "sparse_gqa_verify"
-    spec = (("dtype", "bf16"), ("m_tiles", 3))
-    ptx = _compile(Plan(name, name, "sm_90a", spec), tmp_path)
+    ptx = _compile("bf16", 3, tmp_path)
     case = next(cases.checks(PROBLEM, 1, 4, 1, "bf16", "cpu"))
     inputs = case.inputs
     lists = [set(row.tolist()) for row in inputs.selected_tokens]

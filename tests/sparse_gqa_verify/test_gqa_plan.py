@@ -120,7 +120,7 @@ def test_all_variants_are_reached(dtype: str) -> None:
         (128, 1, "bf16 fp8_e4m3 nvfp4", 1, 1, 1, 0),
     ],
 )
-def test_the_launches_that_were_measured(
+def test_the_table_on_132_sms(
     requests: int, tokens: int, dtypes: str, group: int, splits: int, cluster: int, apart: int
 ) -> None:
     for dtype in dtypes.split():
