@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -219,27 +220,32 @@ def best(make: Callable[[int, int], Arm], nodes: int) -> tuple[str, Arm]:
 
 
 def run(
-    pack: specplan.Pack, heads: tuple[int, int], dtype: str, requests: int, tokens: int
+    pack: specplan.Pack,
+    heads: tuple[int, int],
+    dtype: str,
+    requests: int,
+    tokens: int,
+    with_triton: bool,
 ) -> dict[str, Any]:
     rate, plain, commits = simulate(tokens)
     bench = Bench(pack, heads, dtype, requests, tokens)
     nodes = bench.windows
     ours = bench.ours()
     fla = bench.fla()
-    bench.set_lengths(plain)
-    replay_block, replay = best(bench.replay, nodes)
-    snapshots_block, snapshots = best(bench.snapshots, nodes)
-    arms: dict[str, Arm] = {"ours": ours, "triton_replay": replay}
+    arms: dict[str, Arm] = {"ours": ours}
+    others: dict[str, Arm] = {}
     row: dict[str, Any] = {
         "heads": f"{heads[0]}/{heads[1]}",
         "dtype": dtype,
         "requests": requests,
         "tokens": tokens,
         "commit_rate": rate,
-        "triton_replay_block": replay_block,
-        "snapshots_block": snapshots_block,
         "fla": fla if isinstance(fla, str) else "timed",
     }
+    if with_triton:
+        bench.set_lengths(plain)
+        row["triton_replay_block"], arms["triton_replay"] = best(bench.replay, nodes)
+        row["snapshots_block"], others["snapshots"] = best(bench.snapshots, nodes)
     floor = 0.0
     for phase, lengths, share in (("plain", plain, 1 - rate), ("commit", commits, rate)):
         bench.set_lengths(lengths)
@@ -252,8 +258,7 @@ def run(
             row[f"{name}_us"] = row.get(f"{name}_us", 0.0) + share * value
         floor += share * bench.bytes_a_step(lengths, phase == "commit")
     bench.set_lengths([0])
-    bench.check({"snapshots": snapshots})
-    others: dict[str, Arm] = {"snapshots": snapshots}
+    bench.check(others)
     if not isinstance(fla, str):
         others["fla"] = fla
     row |= {f"{name}_us": t for name, t in measure.graph_times(others, nodes=nodes).items()}
@@ -266,29 +271,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--packs", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true", help="requests 1 and 64, 4 tokens only")
     parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp32"], choices=cases.STATE_DTYPES)
+    parser.add_argument("--heads", nargs="+", default=["16/32", "16/64"], help="key/value heads")
+    parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 32, 64, 128, 256])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[2, 4, 8], choices=MEAN_ACCEPTED)
+    parser.add_argument(
+        "--no-triton",
+        action="store_true",
+        help="ours and FLA alone; the search takes the most time",
+    )
     options = parser.parse_args()
     pack = specplan.load(options.packs, candidates=True)
     pack.prepare()
     begin = time.monotonic()
-    rows = []
-    for heads in ((16, 32), (16, 64)):
-        for dtype in options.dtypes:
-            for requests in (1, 64) if options.quick else (1, 8, 32, 64, 128, 256):
-                for tokens in (4,) if options.quick else (2, 4, 8):
-                    rows.append(run(pack, heads, dtype, requests, tokens))
-                    torch.cuda.empty_cache()
-                    print({k: round(v, 3) if isinstance(v, float) else v
-                           for k, v in rows[-1].items()}, flush=True)  # fmt: skip
-    measure.write(
-        options.out,
-        "gdn_replay",
-        rows,
-        method="CUDA graphs over rotating slots, medians; plain and commit steps apart, weighted "
-        "by commit_rate, the rate of a simulated run; floor at 4.3 TB/s",
-        seconds=round(time.monotonic() - begin, 1),
-    )
+    rows: list[dict[str, Any]] = []
+    for heads, dtype, requests, tokens in itertools.product(
+        options.heads, options.dtypes, options.requests, options.tokens
+    ):
+        keys, values = map(int, heads.split("/"))
+        rows.append(run(pack, (keys, values), dtype, requests, tokens, not options.no_triton))
+        torch.cuda.empty_cache()
+        print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()},
+              flush=True)  # fmt: skip
+        # After each: a run that is ended early leaves what it has measured.
+        measure.write(
+            options.out,
+            "gdn_replay",
+            rows,
+            method="CUDA graphs over rotating slots, medians; plain and commit steps apart, "
+            "weighted by commit_rate, the rate of a simulated run; floor at 4.3 TB/s",
+            seconds=round(time.monotonic() - begin, 1),
+        )
 
 
 if __name__ == "__main__":

@@ -14,15 +14,17 @@ hint on the copies of states, without which they took 0.0 to 0.4 less)::
     requests   1, grouped      1      2      4
            1          3.7    3.3    3.0    3.5
            4          5.5    4.6    4.5    5.1
-           8          6.9    7.5    6.6    9.0
-          12         10.2    8.1   10.6
-          16         11.5   13.0   11.9
-          32         18.6   20.0   21.1
-          64         32.2   36.8   37.8
-         256          110    127    137
+           8          6.4    7.5    6.6    9.0
+          12          8.2    8.1   10.6
+          16          9.1   13.0   11.9
+          32         15.8   20.0   21.1
+          64         29.6   36.8   37.8
+         256          108    127    137
 
-fp32: 3.3 with 4 splits and 3.9 with 2 grouped at 1 request, 12.0 and 11.6 at 8, 68.5 and 56.8 at
-64. Three buffers a warp instead of two were slower at every size (33.0 to 35.3 at 64 requests).
+Grouped from 8 requests on: a later run, with one tile a warp under way; the run's own figures for
+what the rule takes below that were 6.4 at 8 and 7.9 at 12. fp32: 3.3 with 4 splits and 3.9 with 2
+grouped at 1 request, 12.0 and 11.6 at 8, 68.5 and 56.8 at 64, and with one tile under way 9.2 at 8
+and 52.8 at 64, 8.4 beside 8.0 at 6.
 """
 
 from __future__ import annotations

@@ -632,15 +632,19 @@ class Verify:
     counts is how soon the first result is there.
 
     ``grouped_kernel`` is for many heads. A CTA takes consecutive ones, its even share of all rows'
-    heads, as one stream: a tile is requested as soon as its buffer has been read, two heads before
-    it is needed, and what else a head is made of is loaded into registers while the head before it
-    is worked on. All that does not need the tile is done before it is waited for. A *unit* is what
-    the stream has of one key head; the next unit's keys, queries and K_hist are requested at a
-    unit's start, and have shared memory of their own. So a unit begins with one barrier and no wait
-    for memory.
+    heads, as one stream: the next head's tile is requested once this head's is there, no sooner,
+    and what else a head is made of is loaded into registers while the head before it is worked on.
+    All that does not need the tile is done before it is waited for. A *unit* is what the stream has
+    of one key head; the next unit's keys, queries and K_hist are requested at a unit's start, and
+    have shared memory of their own. So a unit begins with one barrier and no wait for memory.
 
-    Both bring their first tiles to L2 before they wait for earlier grids. That reads row slots
-    which those may still write, for nothing but the prefetch.
+    One tile a warp is under way, not two: that already draws what the memory gives, and with two
+    the first tiles of all warps, and all other loads, come later. On an H200 (16/32 heads, bf16,
+    T = 4) 16, 32, 64 and 256 requests took 11.5, 17.9, 31.2 and 110 us with two, 9.1, 15.8, 29.6
+    and 108 with one, and more with tiles ahead brought to L2.
+
+    Both bring their first tile to L2 before they wait for earlier grids. That reads row slots which
+    those may still write, for nothing but the prefetch.
     """
 
     def __init__(
@@ -893,13 +897,10 @@ class Verify:
         start = left * index + cutlass.min(index, heads % shares)
         left = left + Int32(index < heads % shares)
         n, head = start // value_heads, start % value_heads
-        early, early_1 = early_slot(slot, n, state), early_slot(slot, n + 1, state)
-        for i in cutlass.range_constexpr(2):
-            s_t, tile_at = self.tile_ahead(
-                state, (early, early_1, Int32(-1)), head + i, first_row, value_heads, i < left
-            )
-            if s_t >= 0:
-                self.tile.prefetch(tile_at, thread % LANES == 0)
+        early = early_slot(slot, n, state)
+        if early >= 0:
+            tile_at = element_address(state, early, head, first_row)
+            self.tile.prefetch(tile_at, thread % LANES == 0)
         ptx.wait_for_previous_grid()
         ptx.let_next_grid_launch()
 
@@ -908,13 +909,10 @@ class Verify:
         s = ptx.load(element_address(slot, n), 1)[0]
         s_1, s_2 = row_slot(slot, n + 1, rows), row_slot(slot, n + 2, rows)
         length, current = cursor_of(hist_len, bank, s)
-        for i in cutlass.range_constexpr(2):
-            s_t, tile_at = self.tile_ahead(
-                state, (s, s_1, s_2), head + i, first_row, value_heads, i < left
-            )
-            if s_t >= 0:
-                self.tile.request(buffer + i * self.tile.bytes, tile_at, thread % LANES)
-            ptx.copy_async_commit()
+        if s >= 0:
+            tile_at = element_address(state, s, head, first_row)
+            self.tile.request(buffer, tile_at, thread % LANES)
+        ptx.copy_async_commit()
         length_1, current_1 = cursor_of(hist_len, bank, s_1)
         raw_K = RecordShare(thread, self.warps).load(
             element_address(rec_k, s, (head * per_ratio) >> 16), Cursor(length, current), s >= 0
@@ -924,7 +922,7 @@ class Verify:
             v, a, b, A_log, dt_bias, rec_u, rec_G, n, s, head, first_row, s >= 0,
         )  # fmt: skip
         RecordShare(thread, self.warps).store(Shared16(shared), raw_K)
-        ptx.copy_async_wait(2)
+        ptx.copy_async_wait(1)
         parity, at = Int32(0), Int32(0)
 
         while left > 0:
@@ -941,7 +939,6 @@ class Verify:
             unit = cutlass.min((key_head + 1) * ratio - head, left)
             cursor = Cursor(length, current)
             commits, to_record = self.new_records(cursor, tokens)
-            keeps = (s >= 0) & (cursor.length + tokens <= WINDOW)
             store_operand(
                 X,
                 share,
@@ -971,8 +968,7 @@ class Verify:
 
             C, M = shared_products(lane, X, records)
             for i in cutlass.range(unit, unroll=1):
-                here = buffer + at * self.tile.bytes
-                bases = self.tile.lane_bases(here, lane)
+                bases = self.tile.lane_bases(buffer + at * self.tile.bytes, lane)
                 values, token, decays, deltas = next_v, next_token, next_G, next_u
 
                 last = i + 1 == unit
@@ -1002,27 +998,25 @@ class Verify:
                     [ptx.float_to_bits(base + gates.c)],
                     live & (s >= 0) & (first_row == 0) & (lane.quad == 0),
                 )
-                # younger than this head's tile: the next head's and, in a unit's first two, the
-                # next unit's operands
-                if i < 2:
-                    ptx.copy_async_wait(2)
-                else:
+                # younger than the tile of a unit's first head: the next unit's operands
+                if i == 0:
                     ptx.copy_async_wait(1)
+                else:
+                    ptx.copy_async_wait(0)
+                # From here on no lane reads the other buffer any more.
                 ptx.sync_warp()
                 s_t, tile_at = self.tile_ahead(
-                    state, (s, s_1, s_2), head + i + 2, first_row, value_heads, i + 2 < left
+                    state, s, s_1, head + i + 1, first_row, value_heads, i + 1 < left
                 )
+                if s_t >= 0:
+                    to = buffer + (1 - at) * self.tile.bytes
+                    self.tile.request(to, tile_at, lane.index)
+                ptx.copy_async_commit()
                 head_out = element_address(out, row_n, lane.token, head + i, column)
                 if s < 0:
                     ptx.store(head_out, [Int32(0)] * lane.tiles, live)
                 else:
                     R = state_products(lane, X, self.tile.reader(bases))
-                    if keeps:
-                        # the buffer is free as soon as that
-                        ptx.sync_warp()
-                        if s_t >= 0:
-                            self.tile.request(here, tile_at, lane.index)
-                        ptx.copy_async_commit()
                     H = add_history(R, coefficients, U)
                     u, y = substitute(lane, self.tokens, coefficients, values, H)
                     ptx.store(head_out, pack_all(y), live)
@@ -1042,19 +1036,10 @@ class Verify:
                                 target + Int64(half * (self.tile.row_bytes // 2)), self.wide,
                             )  # fmt: skip
 
-                if (s < 0) | commits:
-                    ptx.sync_warp()
-                    if s_t >= 0:
-                        self.tile.request(here, tile_at, lane.index)
-                    ptx.copy_async_commit()
                 at = 1 - at
 
-            # the next unit's operands; younger than they are as many tiles as this unit has heads,
-            # two at most under way
-            if unit == 1:
-                ptx.copy_async_wait(1)
-            else:
-                ptx.copy_async_wait(2)
+            # the next unit's operands; younger than they is the next unit's first tile
+            ptx.copy_async_wait(1)
             parity = 1 - parity
             left = left - unit
             head = head_1
@@ -1068,20 +1053,20 @@ class Verify:
     @staticmethod
     def tile_ahead(
         state: cute.Tensor,
-        slots: tuple[Int32, Int32, Int32],
+        s: Int32,
+        s_1: Int32,
         head: Int32,
         first_row: Int32,
         value_heads: Int32,
         exists: Boolean,
     ) -> tuple[Int32, Int64]:
         """The slot, or -1, and the address of a warp's rows of a head, which is counted from row
-        n's first one on into the next rows.
+        n's first one on into the next row.
         """
-        once, twice = head >= value_heads, head >= value_heads * 2
-        s = ptx.select(twice, slots[2], ptx.select(once, slots[1], slots[0]))
-        rows = ptx.select(twice, Int32(2), Int32(once))
-        source = element_address(state, s, head - rows * value_heads, first_row)
-        return ptx.select(exists, s, Int32(-1)), source
+        wraps = head >= value_heads
+        s = ptx.select(wraps, s_1, s)
+        head = ptx.select(wraps, head - value_heads, head)
+        return ptx.select(exists, s, Int32(-1)), element_address(state, s, head, first_row)
 
     @staticmethod
     def new_records(cursor: Cursor, tokens: Int32) -> tuple[Boolean, Int32]:
