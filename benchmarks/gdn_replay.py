@@ -220,12 +220,7 @@ def best(make: Callable[[int, int], Arm], nodes: int) -> tuple[str, Arm]:
 
 
 def run(
-    pack: specplan.Pack,
-    heads: tuple[int, int],
-    dtype: str,
-    requests: int,
-    tokens: int,
-    with_triton: bool,
+    pack: specplan.Pack, heads: tuple[int, int], dtype: str, requests: int, tokens: int
 ) -> dict[str, Any]:
     rate, plain, commits = simulate(tokens)
     bench = Bench(pack, heads, dtype, requests, tokens)
@@ -242,10 +237,9 @@ def run(
         "commit_rate": rate,
         "fla": fla if isinstance(fla, str) else "timed",
     }
-    if with_triton:
-        bench.set_lengths(plain)
-        row["triton_replay_block"], arms["triton_replay"] = best(bench.replay, nodes)
-        row["snapshots_block"], others["snapshots"] = best(bench.snapshots, nodes)
+    bench.set_lengths(plain)
+    row["triton_replay_block"], arms["triton_replay"] = best(bench.replay, nodes)
+    row["snapshots_block"], others["snapshots"] = best(bench.snapshots, nodes)
     floor = 0.0
     for phase, lengths, share in (("plain", plain, 1 - rate), ("commit", commits, rate)):
         bench.set_lengths(lengths)
@@ -275,11 +269,6 @@ def main() -> None:
     parser.add_argument("--heads", nargs="+", default=["16/32", "16/64"], help="key/value heads")
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--tokens", nargs="+", type=int, default=[2, 4, 8], choices=MEAN_ACCEPTED)
-    parser.add_argument(
-        "--no-triton",
-        action="store_true",
-        help="ours and FLA alone; the search takes the most time",
-    )
     options = parser.parse_args()
     pack = specplan.load(options.packs, candidates=True)
     pack.prepare()
@@ -289,7 +278,7 @@ def main() -> None:
         options.heads, options.dtypes, options.requests, options.tokens
     ):
         keys, values = map(int, heads.split("/"))
-        rows.append(run(pack, (keys, values), dtype, requests, tokens, not options.no_triton))
+        rows.append(run(pack, (keys, values), dtype, requests, tokens))
         torch.cuda.empty_cache()
         print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()},
               flush=True)  # fmt: skip
