@@ -5,7 +5,6 @@ of GPU tests.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
+from shared import Shared
 from specplan.plans.catalog import load as load_catalog
 
 import packs
@@ -33,7 +32,13 @@ def cli() -> packs.Cli:
 
 
 @pytest.fixture(scope="session")
-def small_pack(tmp_path_factory: pytest.TempPathFactory, cli: packs.Cli) -> packs.SmallPack:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    """What is made once for all xdist workers."""
+    return Shared(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def small_pack(shared: Shared, cli: packs.Cli) -> packs.SmallPack:
     """A pack of scatter (mtp3, mtp7) and gather (mtp3) for sm_90a, built once and shared by all
     xdist workers.
     """
@@ -41,22 +46,21 @@ def small_pack(tmp_path_factory: pytest.TempPathFactory, cli: packs.Cli) -> pack
         metadata.version("nvidia-cutlass-dsl")
     except metadata.PackageNotFoundError:
         pytest.skip("the small pack needs the compiler: pip install 'specplan[test]'")
-    base = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        base = base.parent
-    root, catalog, done = base / "small-pack", base / "small.yaml", base / "small-pack.json"
-    with FileLock(base / "small-pack.lock"):
-        if not done.is_file():
-            catalog.write_text(packs.CATALOG)
-            empty = base / "no-certificates"
-            empty.mkdir(exist_ok=True)
-            built = cli(
-                *("build", "--catalog", catalog, "--out", root, "--certificates", empty, "--json")
-            )
-            assert built.returncode == 0, built.stderr + built.stdout
-            packs.certify(root / packs.ARCH)
-            done.write_text(built.stdout)
-    return packs.SmallPack(root, catalog, json.loads(done.read_text()))
+
+    def build(place: Path) -> None:
+        (place / "catalog.yaml").write_text(packs.CATALOG)
+        (place / "no-certificates").mkdir()
+        built = cli(
+            *("build", "--catalog", place / "catalog.yaml", "--out", place / "packs"),
+            *("--certificates", place / "no-certificates", "--json"),
+        )
+        assert built.returncode == 0, built.stderr + built.stdout
+        packs.certify(place / "packs" / packs.ARCH)
+        (place / "report.json").write_text(built.stdout)
+
+    place = shared.made("small-pack", build)
+    report = json.loads((place / "report.json").read_text())
+    return packs.SmallPack(place / "packs", place / "catalog.yaml", report)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shared import Shared
 
 import packs
 
@@ -43,15 +44,18 @@ GEOMETRY = {"planes": 12, "row_bytes": 256, "side_planes": 1, "side_row_bytes": 
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory, cli: packs.Cli) -> Recorder:
+def compiled(shared: Shared, tmp_path_factory: pytest.TempPathFactory, cli: packs.Cli) -> Recorder:
     """The compiled functions of the cells up to 3 requests of qsa12."""
     pytest.importorskip("cutlass", reason="needs the compiler: pip install 'specplan[test]'")
-    place = tmp_path_factory.mktemp("rollback")
-    catalog = place / "catalog.yaml"
-    catalog.write_text(CATALOG)
-    built = cli("build", "--catalog", catalog, "--out", place / "packs", "--jobs", "1")
-    assert built.returncode == 0, built.stderr
-    return Recorder(place / "packs" / ARCH, place / "recorder")
+
+    def build(place: Path) -> None:
+        catalog = place / "catalog.yaml"
+        catalog.write_text(CATALOG)
+        built = cli("build", "--catalog", catalog, "--out", place / "packs", "--jobs", "1")
+        assert built.returncode == 0, built.stderr
+
+    place = shared.made("rollback-ranges", build)
+    return Recorder(place / "packs" / ARCH, tmp_path_factory.mktemp("recorder"))
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,21 @@ _LANES = np.arange(32)
 _BASE, _GAP = 1 << 32, 1 << 16
 #: What an address of shared memory in a cluster holds above the address in its CTA: rank + 1.
 _RANK_BITS = 24
+_MODULAR = ("add", "sub", "and", "or", "xor", "mul.lo")
+_CONTROL = ("ret", "exit", "bar.sync", "bar.red.or.pred")
 _ARRIVALS = tuple(f"barrier.cluster.arrive.{order}.aligned" for order in ("release", "relaxed"))
+
+
+#: Where the operands of an MMA stand, by register, lane and half: A is 16 x 16, B is 16 x 8, and of
+#: C, which is 16 x 8, a register holds one value.
+_ROW, _QUAD = _LANES[None, :, None] >> 2, _LANES[None, :, None] & 3
+_REGISTER, _HALF = np.arange(4)[:, None, None], np.arange(2)[None, None, :]
+_A_ROWS = np.broadcast_to(_ROW + 8 * (_REGISTER % 2), (4, 32, 2))
+_A_COLUMNS = 2 * _QUAD + _HALF + 8 * (_REGISTER // 2)
+_B_ROWS = 2 * _QUAD + _HALF + 8 * _REGISTER[:2]
+_B_COLUMNS = np.broadcast_to(_ROW, (2, 32, 2))
+_C_ROWS = (_ROW + 8 * (_REGISTER // 2))[:, :, 0]
+_C_COLUMNS = (2 * _QUAD + _REGISTER % 2)[:, :, 0]
 
 
 class Memory:
@@ -66,6 +81,18 @@ class Instruction:
     name: str
     operands: list[Any]
     target: int = -1
+    parts: list[str] = field(init=False)
+    #: The last part of the name: what it works on.
+    kind: str = field(init=False)
+    #: Which method of a warp carries it out; None where control flow does, or nothing can.
+    do: Callable[..., None] | None = field(init=False)
+    control: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parts = self.name.split(".")
+        self.kind = self.parts[-1]
+        self.do = getattr(_Warp, f"do_{self.parts[0]}", None)
+        self.control = self.name.startswith(("bra", "barrier.cluster")) or self.name in _CONTROL
 
 
 def parse(ptx: str, entry: str, number: int = 0) -> tuple[list[Instruction], list[str]]:
@@ -149,12 +176,7 @@ class _Warp:
                 return (_LANES + 32 * self.index).astype(U32)
             if operand == "%ctaid.x":
                 return np.full(32, self.cta, U32)
-            if operand == "__dynamic_shmem__0" or operand.startswith("__"):
-                return np.zeros(32, kind)
-            if operand.startswith("0f"):
-                return np.full(32, int(operand[2:], 16), U32)
-            value = int(operand, 0)
-            return np.full(32, value & (0xFFFFFFFFFFFFFFFF if kind is U64 else 0xFFFFFFFF), kind)
+            return _immediate(operand, kind)
         raise TypeError(operand)
 
     def write(self, name: str, value: Lanes, mask: Lanes | None) -> None:
@@ -194,8 +216,10 @@ class _Warp:
                     taken = ~taken
                 active = taken if mask is None else (taken & mask)
             name = step.name
-            self.machine.executed += 1
-            if name.startswith("bra"):
+            if not step.control:
+                if active is None or active.any():
+                    self.execute(step, active)
+            elif name.startswith("bra"):
                 if active is None or active.all():
                     if uniform:
                         pc = step.target
@@ -216,12 +240,12 @@ class _Warp:
                     if (pcs == pcs[0]).all():
                         uniform, pc = True, int(pcs[0])
                 continue
-            if name in ("ret", "exit"):
+            elif name in ("ret", "exit"):
                 if uniform:
                     return
                 pcs[mask] = end
                 continue
-            if name == "bar.sync":
+            elif name == "bar.sync":
                 assert uniform, "a barrier in divergent code"
                 yield ("sync", None)
             elif name.startswith("barrier.cluster"):
@@ -235,8 +259,6 @@ class _Warp:
             elif name == "bar.red.or.pred":
                 yield ("or", self.registers[step.operands[2]])
                 self.write(step.operands[0], np.full(32, self.answer), None)
-            elif active is None or active.any():
-                self.execute(name, step.operands, active)
             if uniform:
                 pc += 1
             else:
@@ -246,13 +268,10 @@ class _Warp:
 
     # ----- instructions -----
 
-    def execute(self, name: str, o: list[Any], mask: Lanes | None) -> None:
-        parts = name.split(".")
-        op, kind = parts[0], parts[-1]
-        handler: Callable[..., None] | None = getattr(self, f"do_{op}", None)
-        if handler is None:
-            raise NotImplementedError(name)
-        handler(name, parts, kind, o, mask)
+    def execute(self, step: Instruction, mask: Lanes | None) -> None:
+        if step.do is None:
+            raise NotImplementedError(step.name)
+        step.do(self, step.name, step.parts, step.kind, step.operands, mask)
 
     def do_mov(self, name: str, parts: list[str], kind: str, o: list[Any], mask: Any) -> None:
         if isinstance(o[0], list):
@@ -288,15 +307,17 @@ class _Warp:
 
     def _two(self, name: str, kind: str, o: list[Any], mask: Any, integer: Any, real: Any) -> None:
         if kind == "f32":
-            with np.errstate(all="ignore"):
-                value = real(self.floats(o[1]), self.floats(o[2])).astype(F32)
+            value = real(self.floats(o[1]), self.floats(o[2])).astype(F32)
             self.write(o[0], value.view(U32), mask)
         elif kind == "pred":
             self.write(o[0], integer(self.registers[o[1]], self.registers[o[2]]), mask)
         elif kind.endswith("64"):
             a, b = self.read(o[1], U64), self.read(o[2], U64)
-            with np.errstate(all="ignore"):
-                self.write(o[0], integer(a, b).astype(U64), mask)
+            self.write(o[0], integer(a, b).astype(U64), mask)
+        elif name.startswith(_MODULAR):
+            # The low 32 bits, whatever the sign.
+            assert kind in ("s32", "u32", "b32"), name
+            self.write(o[0], integer(self.read(o[1]), self.read(o[2])), mask)
         else:
             self._put(
                 kind, o[0], integer(self._integer(kind, o[1]), self._integer(kind, o[2])), mask
@@ -345,8 +366,7 @@ class _Warp:
         if kind == "f16x2":
             a = np.ascontiguousarray(self.read(o[1])).view(np.float16)
             b = np.ascontiguousarray(self.read(o[2])).view(np.float16)
-            with np.errstate(all="ignore"):
-                self.write(o[0], (a * b).view(U32), mask)
+            self.write(o[0], (a * b).view(U32), mask)
         elif "wide" in p:
             value = self._integer(kind, o[1]) * self._integer(kind, o[2])
             self.write(o[0], value.view(U64), mask)
@@ -361,8 +381,7 @@ class _Warp:
             value = self._integer(kind, o[1]) * self._integer(kind, o[2])
             self.write(o[0], value.view(U64) + self.read(o[3], U64), mask)
         elif kind.endswith("64"):
-            with np.errstate(all="ignore"):
-                value = self.read(o[1], U64) * self.read(o[2], U64) + self.read(o[3], U64)
+            value = self.read(o[1], U64) * self.read(o[2], U64) + self.read(o[3], U64)
             self.write(o[0], value, mask)
         else:
             value = self._integer(kind, o[1]) * self._integer(kind, o[2]) + self._integer(
@@ -407,18 +426,17 @@ class _Warp:
             a, b = self.floats(o[1]), self.floats(o[2])
         else:
             a, b = self._integer(kind, o[1]), self._integer(kind, o[2])
-        with np.errstate(all="ignore"):
-            value = {
-                "eq": lambda: a == b,
-                "ne": lambda: a != b,
-                "neu": lambda: a != b,
-                "lt": lambda: a < b,
-                "le": lambda: a <= b,
-                "gt": lambda: a > b,
-                "ge": lambda: a >= b,
-                "gtu": lambda: ~(a <= b),
-                "nan": lambda: np.isnan(a) | np.isnan(b),
-            }[how]()
+        value = {
+            "eq": lambda: a == b,
+            "ne": lambda: a != b,
+            "neu": lambda: a != b,
+            "lt": lambda: a < b,
+            "le": lambda: a <= b,
+            "gt": lambda: a > b,
+            "ge": lambda: a >= b,
+            "gtu": lambda: ~(a <= b),
+            "nan": lambda: np.isnan(a) | np.isnan(b),
+        }[how]()
         self.write(o[0], value, mask)
 
     def do_lop3(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
@@ -447,21 +465,18 @@ class _Warp:
 
     def do_fma(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
         a, b, c = (self.floats(x).astype(np.float64) for x in o[1:4])
-        with np.errstate(all="ignore"):
-            value = a * b + c
-            if "rm" in p:
-                value = np.floor(value)  # used where a unit is the last place
-            if "sat" in p:
-                value = np.where(np.isnan(value), 0, np.clip(value, 0, 1))
-            self.write(o[0], value.astype(F32).view(U32), mask)
+        value = a * b + c
+        if "rm" in p:
+            value = np.floor(value)  # used where a unit is the last place
+        if "sat" in p:
+            value = np.where(np.isnan(value), 0, np.clip(value, 0, 1))
+        self.write(o[0], value.astype(F32).view(U32), mask)
 
     def do_ex2(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
-        with np.errstate(all="ignore"):
-            self.write(o[0], np.exp2(self.floats(o[1])).astype(F32).view(U32), mask)
+        self.write(o[0], np.exp2(self.floats(o[1])).astype(F32).view(U32), mask)
 
     def do_rcp(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
-        with np.errstate(all="ignore"):
-            self.write(o[0], (F32(1) / self.floats(o[1])).view(U32), mask)
+        self.write(o[0], (F32(1) / self.floats(o[1])).view(U32), mask)
 
     def do_cvt(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
         if n == "cvt.rn.bf16x2.f32":
@@ -471,10 +486,9 @@ class _Warp:
             high, low = (x.numpy().view(np.uint16).astype(U32) for x in pair)
             self.write(o[0], low | (high << U32(16)), mask)
         elif n == "cvt.rn.f16x2.f32":
-            with np.errstate(all="ignore"):
-                high, low = (
-                    self.floats(x).astype(np.float16).view(np.uint16).astype(U32) for x in o[1:]
-                )
+            high, low = (
+                self.floats(x).astype(np.float16).view(np.uint16).astype(U32) for x in o[1:]
+            )
             self.write(o[0], low | (high << U32(16)), mask)
         elif n == "cvt.rn.f16x2.e4m3x2":
             value = self.read(o[1])
@@ -518,27 +532,22 @@ class _Warp:
     def do_mma(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
         assert mask is None
         f16 = ".f16.f16." in n
-        rows, quad = _LANES >> 2, _LANES & 3
 
-        def halves(register: str) -> np.ndarray:
-            raw = np.ascontiguousarray(self.read(register).astype(U32))
+        def halves(registers: list[str]) -> np.ndarray:
+            """Registers x lanes x 2."""
+            raw = np.stack([self.read(each) for each in registers])
             if f16:
-                return raw.view(np.float16).reshape(32, 2).astype(F32)
-            pair = raw.view(np.uint16).reshape(32, 2).astype(U32) << U32(16)
-            return pair.view(F32)
+                return raw.view(np.float16).reshape(-1, 32, 2).astype(np.float64)
+            pair = raw.view(np.uint16).reshape(-1, 32, 2).astype(U32) << U32(16)
+            return pair.view(F32).astype(np.float64)
 
-        a, b = np.zeros((16, 16), F32), np.zeros((16, 8), F32)
-        for i, register in enumerate(o[1]):
-            for e in range(2):
-                a[rows + 8 * (i % 2), 2 * quad + e + 8 * (i // 2)] = halves(register)[:, e]
-        for i, register in enumerate(o[2]):
-            for e in range(2):
-                b[2 * quad + e + 8 * i, rows] = halves(register)[:, e]
-        with np.errstate(all="ignore"):
-            c = (a.astype(np.float64) @ b.astype(np.float64)).astype(F32)
-            for i, (out, old) in enumerate(zip(o[0], o[3], strict=True)):
-                value = self.floats(old) + c[rows + 8 * (i // 2), 2 * quad + i % 2]
-                self.write(out, value.astype(F32).view(U32), mask)
+        a, b = np.zeros((16, 16)), np.zeros((16, 8))
+        a[_A_ROWS, _A_COLUMNS] = halves(o[1])
+        b[_B_ROWS, _B_COLUMNS] = halves(o[2])
+        old = np.stack([self.floats(each) for each in o[3]])
+        values = old + (a @ b).astype(F32)[_C_ROWS, _C_COLUMNS]
+        for out, value in zip(o[0], values.view(U32), strict=True):
+            self.write(out, value, mask)
 
     # ----- memory -----
 
@@ -578,12 +587,10 @@ class _Warp:
         live = np.ones(32, bool) if mask is None else mask
         addresses = self._address(o[1], p[1] == "global")[live]
         raw, at = self._bytes(p[1], addresses, count * width)
+        words, at = _words(raw, at, width)
         for i, name in enumerate(names):
-            found = raw[at[:, None] + i * width + np.arange(width)]
-            padded = np.zeros((found.shape[0], 8 if width == 8 else 4), np.uint8)
-            padded[:, :width] = found
             value = np.zeros(32, register)
-            value[live] = padded.view(register)[:, 0]
+            value[live] = words[at + i]
             self.write(name, value, mask)
 
     def do_st(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
@@ -594,11 +601,9 @@ class _Warp:
         live = np.ones(32, bool) if mask is None else mask
         addresses = self._address(o[0], p[1] == "global")[live]
         raw, at = self._bytes(p[1], addresses, count * width)
+        words, at = _words(raw, at, width)
         for i, name in enumerate(names):
-            value = np.ascontiguousarray(self.read(name, register).astype(register)[live])
-            raw[at[:, None] + i * width + np.arange(width)] = value.view(np.uint8).reshape(
-                -1, width
-            )
+            words[at + i] = self.read(name, register)[live].astype(words.dtype)
 
     def do_mapa(self, n: str, p: list[str], kind: str, o: list[Any], mask: Any) -> None:
         ranks = self.read(o[2])
@@ -659,6 +664,25 @@ class _Warp:
                 self.current.append((where, data[live]))
 
 
+def _words(raw: np.ndarray, at: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Memory as numbers of ``width`` bytes, and which of them stand at aligned offsets."""
+    kind = {1: np.uint8, 2: np.uint16, 4: U32, 8: U64}[width]
+    return raw[: raw.size // width * width].view(kind), at // width
+
+
+@cache
+def _immediate(operand: str, kind: type) -> Lanes:
+    if operand.startswith("__"):  # where shared memory begins
+        value = 0
+    elif operand.startswith("0f"):
+        value, kind = int(operand[2:], 16), U32
+    else:
+        value = int(operand, 0) & (0xFFFFFFFFFFFFFFFF if kind is U64 else 0xFFFFFFFF)
+    lanes = np.full(32, value, kind)
+    lanes.flags.writeable = False
+    return lanes
+
+
 def _half_bits(values: torch.Tensor) -> np.ndarray:
     return values.half().numpy().view(np.uint16)
 
@@ -687,10 +711,13 @@ class Machine:
         self.eager = eager
         self.size = shared
         self.cluster = np.zeros(0, np.uint8)
-        self.executed = 0
 
     def run(self, ctas: int, threads: int, cluster: int = 1) -> None:
         assert ctas % cluster == 0, "a grid is whole clusters"
+        with np.errstate(all="ignore"):
+            self._run(ctas, threads, cluster)
+
+    def _run(self, ctas: int, threads: int, cluster: int) -> None:
         for first in range(0, ctas, cluster):
             self.cluster = np.full(cluster * self.size, 0xFF, np.uint8)
             ranks = np.split(self.cluster, cluster)

@@ -5,9 +5,9 @@ planning assumes.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
+from shared import Shared
 from specplan.plans.plan import Plan
 
 pytest.importorskip("cutlass")
@@ -35,34 +35,14 @@ def test_the_ctas_that_planning_assumes_fit_an_sm() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "m_tiles"), [("bf16", 3), ("fp8_e4m3", 2), ("nvfp4", 3)])
-def test_no_spills_on_sm_90a(dtype: str, m_tiles: int, tmp_path: Path) -> None:
-    from cutlass import cute
-    from specplan.kernels.sparse_gqa_verify.kernel import lower
-
-    function, arguments = lower(_plan(dtype, m_tiles, "sm_90a"))
-    cute.compile(
-        function,
-        *arguments,
-        options=f"--enable-tvm-ffi --gpu-arch sm_90a --keep-cubin --dump-dir {tmp_path}",
-    )
-    (cubin,) = tmp_path.rglob("*.cubin")
-    frames = _stack_frames(cubin.read_bytes())
+def test_no_spills_on_sm_90a(dtype: str, m_tiles: int, shared: Shared) -> None:
+    frames = _stack_frames(shared.compiled(_plan(dtype, m_tiles, "sm_90a")).cubin)
     assert len(frames) == 2 and set(frames.values()) == {0}
 
 
 @pytest.mark.parametrize("arch", ARCHS[1:])
-def test_newer_archs_compile_from_the_same_source(arch: str, tmp_path: Path) -> None:
-    from cutlass import cute
-    from specplan.kernels.sparse_gqa_verify.kernel import lower
-
-    function, arguments = lower(_plan("nvfp4", 1, arch))
-    cute.compile(
-        function,
-        *arguments,
-        options=f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx --dump-dir {tmp_path}",
-    )
-    (ptx,) = tmp_path.rglob("*.ptx")
-    text = ptx.read_text()
+def test_newer_archs_compile_from_the_same_source(arch: str, shared: Shared) -> None:
+    text = shared.compiled(_plan("nvfp4", 1, arch)).ptx
     assert re.search(r"\.target\s+" + arch, text) and "cvt.rn.f16x2.e2m1x2" in text
 
 
