@@ -5,6 +5,7 @@ of GPU tests.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -17,6 +18,11 @@ from shared import Shared
 from specplan.plans.catalog import load as load_catalog
 
 import packs
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before torch is imported. Workers share the cores already: with as many threads each as there
+    # are cores, tests of whole tensors took three times as long on two cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
