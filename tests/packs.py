@@ -102,6 +102,17 @@ def run(
     )
 
 
+def build(place: Path, catalog: str, *options: str | Path) -> str:
+    """Build the packs of a catalog in ``place / "packs"``, beside the catalog; returns what the
+    build printed.
+    """
+    (place / "catalog.yaml").write_text(catalog)
+    where = ("--catalog", place / "catalog.yaml", "--out", place / "packs")
+    done = run(command("build", *where, *options))
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
 def whole(root: Path, arch: str = ARCH) -> Manifest:
     """The manifest of a pack whose every object is there with the bytes that it names."""
     pack = manifest.read(root / arch)

@@ -31,7 +31,7 @@ class Shared:
         base = factory.getbasetemp()
         self.base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
-    def made(self, name: str, make: Callable[[Path], None]) -> Path:
+    def made(self, name: str, make: Callable[[Path], object]) -> Path:
         """The directory ``name``, which ``make`` has filled. Tests read it and write elsewhere."""
         place, done = self.base / name, self.base / f"{name}.done"
         with FileLock(self.base / f"{name}.lock"):

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import struct
-from pathlib import Path
 
 import pytest
+from shared import Shared
 from specplan.plans.arch import Arch
 from specplan.plans.gdn_replay import FAMILY
-from specplan.plans.plan import Plan
 
-cute = pytest.importorskip("cutlass.cute")
+pytest.importorskip("cutlass")
 
 H200 = Arch("sm_90a", (9, 0), 132, 233472, 232448, "NVIDIA H200")
 GEOMETRY = {"key_heads": 16, "value_heads": 32}
-
-
-def compile_plan(plan: Plan, directory: Path) -> bytes:
-    from specplan.kernels.gdn_replay.kernel import lower
-
-    function, arguments = lower(plan)
-    options = f"--enable-tvm-ffi --gpu-arch {plan.arch} --keep-cubin --dump-dir {directory}"
-    cute.compile(function, *arguments, options=options)
-    (cubin,) = directory.glob("*.cubin")
-    return cubin.read_bytes()
 
 
 def registers_and_stack(cubin: bytes) -> tuple[int, int]:
@@ -50,19 +39,17 @@ def registers_and_stack(cubin: bytes) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("requests,registers", [(8, 128), (64, 255)])
-def test_verify_does_not_spill(requests: int, registers: int, tmp_path: Path) -> None:
+def test_verify_does_not_spill(requests: int, registers: int, shared: Shared) -> None:
     splits = FAMILY.splits(GEOMETRY, requests, 4, "bf16", H200)
     plan = FAMILY.plans(GEOMETRY, requests, 4, splits, "bf16", H200)[0]
-    used, stack = registers_and_stack(compile_plan(plan, tmp_path))
+    used, stack = registers_and_stack(shared.compiled(plan).cubin)
     assert stack == 0
     assert used <= registers
     assert used * 32 * plan.int("warps") * plan.int("resident") <= 65536
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a", "sm_107a"])
-def test_other_archs_compile_from_the_same_source(arch: str, tmp_path: Path) -> None:
+def test_other_archs_compile_from_the_same_source(arch: str, shared: Shared) -> None:
     facts = Arch(arch, (10, 0), 148, 233472, 232448, "")
     for plan in FAMILY.plans(GEOMETRY, 1, 8, 4, "fp32", facts):
-        folder = tmp_path / plan.op
-        folder.mkdir()
-        assert compile_plan(plan, folder)
+        assert shared.compiled(plan).cubin

@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import struct
-from pathlib import Path
-from typing import Any
 
 import pytest
+from shared import Shared
 
 pytest.importorskip("cutlass")
 
-from cutlass import cute
-from specplan.kernels.rollback import kernel
 from specplan.plans.arch import Arch
+from specplan.plans.plan import Plan
 from specplan.plans.rollback import FAMILY
 
 QSA = {"planes": 12, "row_bytes": 256, "side_planes": 1, "side_row_bytes": 12}
 
 
-def compiled(op: str, rows: int, folder: Path, arch: str = "sm_90a") -> Any:
+def plan_of(op: str, rows: int, arch: str = "sm_90a") -> Plan:
     dtype = "int32"
     facts = Arch(arch, (0, 0), 132, 0, 0, "")
     splits = FAMILY.splits(QSA, rows, 1, dtype, facts)
     (plan,) = (p for p in FAMILY.plans(QSA, rows, 1, splits, dtype, facts) if p.op == op)
-    function, arguments = kernel.lower(plan)
-    options = f"--enable-tvm-ffi --gpu-arch {arch} --keep-cubin --dump-dir {folder}"
-    return cute.compile(function, *arguments, options=options)
+    return plan
 
 
 @pytest.mark.parametrize(("op", "rows"), [("gather", 256), ("restore", 4), ("commit", 256)])
-def test_no_stack_and_few_registers(op: str, rows: int, tmp_path: Path) -> None:
-    image = compiled(op, rows, tmp_path).artifacts.CUBIN
+def test_no_stack_and_few_registers(op: str, rows: int, shared: Shared) -> None:
+    image = shared.compiled(plan_of(op, rows)).cubin
     attributes = dict(_attributes(image))
     # 64 registers let 8 CTAs of 128 threads run on an SM.
     assert attributes[0x2F] <= 64
@@ -38,8 +34,8 @@ def test_no_stack_and_few_registers(op: str, rows: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a", "sm_107a"])
-def test_other_archs_compile(arch: str, tmp_path: Path) -> None:
-    assert compiled("restore", 4, tmp_path, arch).artifacts.CUBIN
+def test_other_archs_compile(arch: str, shared: Shared) -> None:
+    assert shared.compiled(plan_of("restore", 4, arch)).cubin
 
 
 def _attributes(image: bytes) -> list[tuple[int, int]]:

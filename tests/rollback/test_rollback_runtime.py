@@ -44,17 +44,10 @@ GEOMETRY = {"planes": 12, "row_bytes": 256, "side_planes": 1, "side_row_bytes": 
 
 
 @pytest.fixture(scope="module")
-def compiled(shared: Shared, tmp_path_factory: pytest.TempPathFactory, cli: packs.Cli) -> Recorder:
+def compiled(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Recorder:
     """The compiled functions of the cells up to 3 requests of qsa12."""
     pytest.importorskip("cutlass", reason="needs the compiler: pip install 'specplan[test]'")
-
-    def build(place: Path) -> None:
-        catalog = place / "catalog.yaml"
-        catalog.write_text(CATALOG)
-        built = cli("build", "--catalog", catalog, "--out", place / "packs", "--jobs", "1")
-        assert built.returncode == 0, built.stderr
-
-    place = shared.made("rollback-ranges", build)
+    place = shared.made("rollback-ranges", lambda place: packs.build(place, CATALOG, "--jobs", "1"))
     return Recorder(place / "packs" / ARCH, tmp_path_factory.mktemp("recorder"))
 
 

@@ -29,7 +29,9 @@ _LANES = np.arange(32)
 _BASE, _GAP = 1 << 32, 1 << 16
 #: What an address of shared memory in a cluster holds above the address in its CTA: rank + 1.
 _RANK_BITS = 24
+#: What takes the low 32 bits of its operands and results, whatever their sign.
 _MODULAR = ("add", "sub", "and", "or", "xor", "mul.lo")
+#: What ``_Warp.run`` does itself, besides branches and barriers of the cluster.
 _CONTROL = ("ret", "exit", "bar.sync", "bar.red.or.pred")
 _ARRIVALS = tuple(f"barrier.cluster.arrive.{order}.aligned" for order in ("release", "relaxed"))
 
@@ -315,7 +317,6 @@ class _Warp:
             a, b = self.read(o[1], U64), self.read(o[2], U64)
             self.write(o[0], integer(a, b).astype(U64), mask)
         elif name.startswith(_MODULAR):
-            # The low 32 bits, whatever the sign.
             assert kind in ("s32", "u32", "b32"), name
             self.write(o[0], integer(self.read(o[1]), self.read(o[2])), mask)
         else:
@@ -712,12 +713,9 @@ class Machine:
         self.size = shared
         self.cluster = np.zeros(0, np.uint8)
 
+    @np.errstate(all="ignore")
     def run(self, ctas: int, threads: int, cluster: int = 1) -> None:
         assert ctas % cluster == 0, "a grid is whole clusters"
-        with np.errstate(all="ignore"):
-            self._run(ctas, threads, cluster)
-
-    def _run(self, ctas: int, threads: int, cluster: int) -> None:
         for first in range(0, ctas, cluster):
             self.cluster = np.full(cluster * self.size, 0xFF, np.uint8)
             ranks = np.split(self.cluster, cluster)

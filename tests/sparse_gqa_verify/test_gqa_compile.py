@@ -7,17 +7,12 @@ from __future__ import annotations
 import re
 
 import pytest
+from forms import plan_of
 from shared import Shared
-from specplan.plans.plan import Plan
 
 pytest.importorskip("cutlass")
 
 ARCHS = ["sm_90a", "sm_100a", "sm_103a", "sm_107a"]
-
-
-def _plan(dtype: str, m_tiles: int, arch: str) -> Plan:
-    name = "sparse_gqa_verify"
-    return Plan(name, name, arch, (("dtype", dtype), ("m_tiles", m_tiles)))
 
 
 def test_the_ctas_that_planning_assumes_fit_an_sm() -> None:
@@ -26,7 +21,7 @@ def test_the_ctas_that_planning_assumes_fit_an_sm() -> None:
 
     for dtype in ("bf16", "fp8_e4m3", "nvfp4"):
         for m_tiles in (1, 2, 3):
-            form = form_of(_plan(dtype, m_tiles, "sm_90a"))
+            form = form_of(plan_of(dtype, m_tiles, "sm_90a"))
             # 228 KiB an SM, of which each CTA takes 1 KiB beside its own.
             assert resident(form.warps) * (form.smem_bytes + 1024) <= 233472
             staged = form.m_rows * (256 * 4 + 16)
@@ -36,13 +31,13 @@ def test_the_ctas_that_planning_assumes_fit_an_sm() -> None:
 
 @pytest.mark.parametrize(("dtype", "m_tiles"), [("bf16", 3), ("fp8_e4m3", 2), ("nvfp4", 3)])
 def test_no_spills_on_sm_90a(dtype: str, m_tiles: int, shared: Shared) -> None:
-    frames = _stack_frames(shared.compiled(_plan(dtype, m_tiles, "sm_90a")).cubin)
+    frames = _stack_frames(shared.compiled(plan_of(dtype, m_tiles, "sm_90a")).cubin)
     assert len(frames) == 2 and set(frames.values()) == {0}
 
 
 @pytest.mark.parametrize("arch", ARCHS[1:])
 def test_newer_archs_compile_from_the_same_source(arch: str, shared: Shared) -> None:
-    text = shared.compiled(_plan("nvfp4", 1, arch)).ptx
+    text = shared.compiled(plan_of("nvfp4", 1, arch)).ptx
     assert re.search(r"\.target\s+" + arch, text) and "cvt.rn.f16x2.e2m1x2" in text
 
 

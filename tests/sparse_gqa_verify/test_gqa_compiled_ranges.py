@@ -4,7 +4,6 @@ plan's, ranges, and memory that overlaps.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,15 +43,8 @@ LAUNCH = {"tokens": 2, "group_rows": 1, "splits": 2, "whole_units": 0, "cluster"
 
 
 @pytest.fixture(scope="module")
-def functions(
-    shared: Shared, tmp_path_factory: pytest.TempPathFactory, cli: packs.Cli
-) -> dict[str, Recorded]:
-    def build(place: Path) -> None:
-        (place / "catalog.yaml").write_text(CATALOG)
-        answer = cli("build", "--catalog", place / "catalog.yaml", "--out", place / "packs")
-        assert answer.returncode == 0, answer.stderr
-
-    root = shared.made("gqa-ranges", build)
+def functions(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recorded]:
+    root = shared.made("gqa-ranges", lambda place: packs.build(place, CATALOG))
     recorder = Recorder(root / "packs" / "sm_90a", tmp_path_factory.mktemp("recorder"))
     plans = manifest.read(root / "packs" / "sm_90a").plans
     return {str(dict(plans[s].spec)["dtype"]): f for s, f in recorder.functions.items()}

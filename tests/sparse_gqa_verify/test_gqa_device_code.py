@@ -10,22 +10,17 @@ import struct
 
 import pytest
 import torch
+from shared import Shared
 from specplan.kernels.sparse_gqa_verify import cases
 from specplan.kernels.sparse_gqa_verify.reference import VScaleOrder
-from specplan.plans.plan import Plan
 from specplan.plans.sparse_gqa_verify import Launch, groups
 
 pytest.importorskip("cutlass")
+from forms import plan_of
+
 from ptx_machine import Machine, Memory
 
-from shared import Shared  # isort: skip
-
 PROBLEM = {"q_heads": 12, "kv_heads": 1, "head_dim": 256, "page_size": 64, "selected": 131}
-
-
-def _form(dtype: str, m_tiles: int, arch: str = "sm_90a") -> Plan:
-    name = "sparse_gqa_verify"
-    return Plan(name, name, arch, (("dtype", dtype), ("m_tiles", m_tiles)))
 
 
 def _tensor(memory: Memory, tensor: torch.Tensor, dims: int) -> bytes:
@@ -119,7 +114,7 @@ def test_device_code_computes_the_reference(
     dtype: str, arch: str, requests: int, tokens: int, launch: Launch, shared: Shared
 ) -> None:
     m_tiles = -(-launch.group_rows * 12 // 16)
-    ptx = shared.compiled(_form(dtype, m_tiles, arch)).ptx
+    ptx = shared.compiled(plan_of(dtype, m_tiles, arch)).ptx
     checks = cases.checks(PROBLEM, requests, tokens, launch.splits, dtype, "cpu")
     for number, case in enumerate(checks):
         for eager in (False, True) if launch.group_rows == 1 else (False,):
@@ -135,7 +130,7 @@ def test_scores_without_digits_after_the_point(
     dtype: str, q: float, k: float, shared: Shared
 ) -> None:
     """A row's maximum weighs 1 even where its rounding is worth many powers of two."""
-    ptx = shared.compiled(_form(dtype, 1)).ptx
+    ptx = shared.compiled(plan_of(dtype, 1)).ptx
     case = next(cases.checks(PROBLEM, 2, 1, 2, dtype, "cpu"))
     case.inputs.q.mul_(q)
     if dtype == "bf16":
@@ -148,7 +143,7 @@ def test_scores_without_digits_after_the_point(
 
 def test_a_union_over_more_positions_than_one_turn_counts(shared: Shared) -> None:
     """Bitmaps of more than 65,536 positions, and a table that stays in global memory."""
-    ptx = shared.compiled(_form("bf16", 3)).ptx
+    ptx = shared.compiled(plan_of("bf16", 3)).ptx
     case = cases.GqaCase("long", PROBLEM, 1, 4, 2, "bf16", "cpu", context=72_000, overlap=0.5)
     case.refill(3)
     assert int(case.inputs.selected_tokens.amax()) > 65_536
@@ -162,7 +157,7 @@ def test_a_union_over_more_positions_than_one_turn_counts(shared: Shared) -> Non
 @pytest.mark.parametrize("launch", [Launch(4, 4, 1, 1), Launch(4, 2, 3, 0)])
 def test_groups_of_few_heads_fill_one_tile(launch: Launch, shared: Shared) -> None:
     """The form of lone rows, which looks for a union where one is asked for."""
-    ptx = shared.compiled(_form("bf16", 1)).ptx
+    ptx = shared.compiled(plan_of("bf16", 1)).ptx
     problem = {**PROBLEM, "q_heads": 3}
     for case in cases.checks(problem, 1, 4, launch.splits, "bf16", "cpu"):
         case.refill(5)
@@ -175,7 +170,7 @@ def test_groups_of_few_heads_fill_one_tile(launch: Launch, shared: Shared) -> No
 @pytest.mark.parametrize("launch", [Launch(2, 2, 2, 0, 2), Launch(2, 2, 2, 0)])
 def test_a_block_that_a_row_lists_twice_counts_twice(launch: Launch, shared: Shared) -> None:
     """What the union would count once: all rows are done alone from the start."""
-    ptx = shared.compiled(_form("bf16", 2)).ptx
+    ptx = shared.compiled(plan_of("bf16", 2)).ptx
     case = next(cases.checks(PROBLEM, 1, 2, 2, "bf16", "cpu"))
     lists = case.inputs.selected_tokens
     assert (lists[1, 4:8] - lists[1, 4]).tolist() == [0, 1, 2, 3]
@@ -188,7 +183,7 @@ def test_a_block_that_a_row_lists_twice_counts_twice(launch: Launch, shared: Sha
 
 def test_a_union_that_fails_in_one_split_is_done_again_in_all(shared: Shared) -> None:
     """A token listed twice, which one CTA of the cluster alone meets."""
-    ptx = shared.compiled(_form("bf16", 2)).ptx
+    ptx = shared.compiled(plan_of("bf16", 2)).ptx
     case = next(cases.checks(PROBLEM, 1, 2, 1, "bf16", "cpu"))
     inputs = case.inputs
     lists = inputs.selected_tokens
@@ -204,7 +199,7 @@ def test_a_union_that_fails_in_one_split_is_done_again_in_all(shared: Shared) ->
 def test_nan_in_v_reaches_the_rows_that_list_it_and_no_others(
     launch: Launch, shared: Shared
 ) -> None:
-    ptx = shared.compiled(_form("bf16", 3)).ptx
+    ptx = shared.compiled(plan_of("bf16", 3)).ptx
     case = next(cases.checks(PROBLEM, 1, 4, 1, "bf16", "cpu"))
     inputs = case.inputs
     lists = [set(row.tolist()) for row in inputs.selected_tokens]
