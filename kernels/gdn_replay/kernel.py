@@ -638,10 +638,10 @@ class Verify:
     of one key head; the next unit's keys, queries and K_hist are requested at a unit's start, and
     have shared memory of their own. So a unit begins with one barrier and no wait for memory.
 
-    One tile a warp is under way, not two: that already draws what the memory gives, and with two
-    the first tiles of all warps, and all other loads, come later. On an H200 (16/32 heads, bf16,
-    T = 4) 16, 32, 64 and 256 requests took 11.5, 17.9, 31.2 and 110 us with two, 9.1, 15.8, 29.6
-    and 108 with one, and more with tiles ahead brought to L2.
+    One tile a warp is under way, not two, with which the first tiles of all warps, and all other
+    loads, probably come later. On an H200 (16/32 heads, bf16, T = 4) 16, 32, 64 and 256 requests
+    took 11.5, 17.9, 31.2 and 110 us with two, 9.1, 15.8, 29.6 and 108 with one, and more with tiles
+    ahead brought to L2.
 
     Both bring their first tile to L2 before they wait for earlier grids. That reads row slots which
     those may still write, for nothing but the prefetch.
