@@ -1,4 +1,4 @@
-"""The build backend: setuptools, and the compiler too where packs go into the wheel.
+"""The build backend: setuptools, and the compiler too where packs are built.
 
 ``SPECPLAN_ARCHS=sm_90a pip install .`` builds packs, which needs what the ``build`` extra names. An
 isolated build gets it from here; without isolation it must be installed already.
@@ -7,6 +7,9 @@ isolated build gets it from here; without isolation it must be installed already
 from __future__ import annotations
 
 import os
+import platform
+import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,17 @@ from setuptools.build_meta import *  # noqa: F403  every other hook is setuptool
 def _compiler() -> list[str]:
     if not os.environ.get("SPECPLAN_ARCHS"):
         return []
-    try:
-        import tomllib
-    except ModuleNotFoundError:  # Python 3.10
-        import tomli as tomllib
     root = Path(__file__).resolve().parent.parent
     project: dict[str, Any] = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    return [*project["dependencies"], *project["optional-dependencies"]["build"]]
+    extras: dict[str, list[str]] = project["optional-dependencies"]
+    needed = [*project["dependencies"], *extras["build"]]
+    host = os.environ.get("SPECPLAN_HOST", "").strip()
+    if host and host != platform.machine():
+        # pip fetches the compiler's static library for that host.
+        needed.append("pip")
+        if not os.environ.get(f"CC_{host}") and shutil.which(f"{host}-linux-gnu-gcc") is None:
+            needed += extras["cross"]
+    return needed
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
@@ -32,5 +39,5 @@ def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
 
 
 def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
-    """An editable install has no packs of its own: it finds those of the checkout's user."""
-    return list(build_meta.get_requires_for_build_editable(config_settings))
+    """What an isolated editable install installs first; its packs go to the checkout."""
+    return [*build_meta.get_requires_for_build_editable(config_settings), *_compiler()]

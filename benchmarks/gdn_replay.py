@@ -3,13 +3,13 @@ kernel, and the same replay design in Triton.
 
     python benchmarks/gdn_replay.py --packs packs --out benchmarks/results/gdn_replay.json
 
-Steps in which no row commits and steps in which every row does are timed apart, and weighted by the
-commit rate of a simulated run. Each begins from the same checkpoints and records: those that an
-earlier arm's launches left behind a longer history would not be one that a run can have. Slots
-rotate over pools of several times the L2, so checkpoints and
-records come from memory; a step's inputs are in L2, as they are behind the projection that wrote
-them. Ours and the Triton arms are checked against the reference first; FLA's keeps one final state
-and no records, and starts from zeros.
+First a *mixed* step: histories drawn row by row from a simulated run, so that some rows commit:
+what a server runs. Then steps in which no row commits and steps in which every row does are timed
+apart, and weighted by the commit rate of that run. Each begins from the same checkpoints and
+records: those that an earlier arm's launches left behind a longer history would not be one that a
+run can have. Slots rotate over pools of several times the L2, so checkpoints and records come from
+memory; a step's inputs are in L2, as they are behind the projection that wrote them. Ours and the
+Triton arms are checked against the reference first; FLA's keeps one final state and no records.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Bench:
                 dt_bias=step["dt_bias"],
             )
 
-        self.states.zero_()
+        self.states.normal_(0.0, 0.3)
         launches = [launch(window) for window in range(self.windows)]
         try:
             launches[0]()
@@ -240,6 +240,12 @@ def run(
     bench.set_lengths(plain)
     row["triton_replay_block"], arms["triton_replay"] = best(bench.replay, nodes)
     row["snapshots_block"], others["snapshots"] = best(bench.snapshots, nodes)
+    bench.set_lengths(plain + commits)
+    bench.check(arms)
+    for name, value in measure.graph_times(arms, nodes=nodes).items():
+        row[f"{name}_mixed_us"] = value
+    mixed = (1 - rate) * bench.bytes_a_step(plain, False) + rate * bench.bytes_a_step(commits, True)
+    row["floor_mixed_us"] = mixed / COPY_CEILING * 1e6
     floor = 0.0
     for phase, lengths, share in (("plain", plain, 1 - rate), ("commit", commits, rate)):
         bench.set_lengths(lengths)
@@ -287,8 +293,9 @@ def main() -> None:
             options.out,
             "gdn_replay",
             rows,
-            method="CUDA graphs over rotating slots, medians; plain and commit steps apart, "
-            "weighted by commit_rate, the rate of a simulated run; floor at 4.3 TB/s",
+            method="CUDA graphs over rotating slots, medians; mixed: histories drawn by row; "
+            "plain and commit steps apart, weighted by commit_rate, the rate of a simulated run; "
+            "floor at 4.3 TB/s",
             seconds=round(time.monotonic() - begin, 1),
         )
 

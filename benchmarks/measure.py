@@ -114,7 +114,7 @@ def facts() -> dict[str, Any]:
         "device": properties.name,
         "sm_count": properties.multi_processor_count,
         "driver": driver_version(),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "specplan": VERSION,
         "torch": str(torch.__version__),
         "apache-tvm-ffi": metadata.version("apache-tvm-ffi"),

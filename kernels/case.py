@@ -14,6 +14,10 @@ from math import prod
 from typing import Any, Protocol
 
 import torch
+from specplan.plans.certificates import Output
+
+#: Where the bound of what is compared bit for bit comes from.
+EXACT = "equal bit for bit"
 
 
 @dataclass(frozen=True)
@@ -21,13 +25,25 @@ class Comparison:
     """One buffer, compared whole.
 
     ``error`` is a zero-dimensional tensor on the case's device, so that many comparisons cost one
-    synchronisation; a comparison holds if ``error <= bound``, and NaN never does.
+    synchronisation; a comparison holds if ``error <= bound``, and NaN never does. ``source`` says
+    where the bound comes from. ValueError for a bound without a source, and for a bound of 0 on
+    anything but bit equality.
     """
 
     buffer: str
     measure: str
     error: torch.Tensor
     bound: float
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        self.output.check()
+
+    @property
+    def output(self) -> Output:
+        """What is compared, as a certificate names it."""
+        source = self.source or (EXACT if self.bound == 0 else "")
+        return Output(self.buffer, self.measure, float(self.bound), source)
 
 
 class Case(Protocol):

@@ -8,10 +8,59 @@ such dimensions strides that a compact layout would not have (an ``[N, 0]`` tens
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import cutlass.cute as cute
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from specplan.plans.plan import Plan
+from specplan.plans.signature import ITEM_BYTES, Op
+
+#: The compiler's types by the names of ``plans/signature.py``.
+TYPES: Mapping[str, Any] = {
+    "int32": Int32,
+    "int64": Int64,
+    "uint8": Uint8,
+    "bf16": BFloat16,
+    "fp32": Float32,
+    "fp8_e4m3": Float8E4M3FN,
+}
+
+
+def arguments(op: Op, plan: Plan) -> tuple[Any, ...]:
+    """The fake arguments of a plan's host function, as its op declares them, the stream last."""
+    constants = dict(plan.spec)
+    tensors, scalars = op.in_form(op.form_of(constants))
+    extents: dict[str, Any] = {}
+    made = []
+    for each in tensors:
+        dtype = str(constants.get(each.dtype, each.dtype))
+        shape = []
+        for name in each.shape:
+            fixed = name if isinstance(name, int) else constants.get(name)
+            shape.append(fixed if fixed is not None else _shared(extents, str(name), each.bits))
+        item, bits = ITEM_BYTES[dtype], each.stride_bits or each.bits
+        strides = tuple(
+            s if isinstance(s, int) else _stride(bits, max(1, s.multiple // item))
+            for s in each.strides
+        )
+        made.append(make_fake_tensor(TYPES[dtype], tuple(shape), strides, assumed_align=each.align))
+    numbers = (Int32(0) if each.kind == "int" else Float32(1.0) for each in scalars)
+    return (*made, *numbers, stream())
+
+
+def _shared(extents: dict[str, Any], name: str, bits: int) -> Any:
+    """The symbol of an extent, one for all tensors that share it."""
+    if name not in extents:
+        extents[name] = cute.sym_int64() if bits == 64 else cute.sym_int()
+    return extents[name]
+
+
+def _stride(bits: int, multiple: int) -> Any:
+    if bits == 64:
+        return cute.sym_int64(divisibility=multiple) if multiple > 1 else cute.sym_int64()
+    return cute.sym_int(divisibility=multiple) if multiple > 1 else cute.sym_int()
 
 
 def extent() -> Any:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, Int64
 from cutlass._mlir.dialects import cuda
 from cutlass.cutlass_dsl import dsl_user_op, select_
+from specplan.plans.plan import Plan
+from specplan.plans.signature import Op
 
 #: What a refused call returns in place of a CUDA error: no error of CUDA has this number.
 REFUSED = 77_001
@@ -27,6 +29,14 @@ def refuse_unless(*conditions: Any) -> None:
     for condition in conditions:
         holds = holds & Boolean(condition)
     _return_if_error(Int32(select_(holds, Int32(0), Int32(REFUSED))))
+
+
+def refuse_unless_declared(op: Op, plan: Plan, **arguments: Any) -> None:
+    """End the host function unless the rules hold that its op declares; ``arguments`` are what
+    they ask about, by name.
+    """
+    spec = dict(plan.spec)
+    refuse_unless(*op.conditions(op.call(arguments, spec, Int64), op.form_of(spec)))
 
 
 @dsl_user_op  # type: ignore[misc]

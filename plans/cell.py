@@ -63,6 +63,11 @@ class Cell(NamedTuple):
         }
 
 
+def octaves(a: int, b: int) -> float:
+    """How far apart two counts are, in powers of two; it grows with the larger of them."""
+    return abs(max(a, 1).bit_length() - max(b, 1).bit_length()) + abs(a - b) / (a + b + 1)
+
+
 def nearest(wanted: Cell, cells: Iterable[Cell], count: int = 3) -> list[Cell]:
     """The cells closest to one that is not there, the ones that agree in dtype and problem first.
 
@@ -71,9 +76,6 @@ def nearest(wanted: Cell, cells: Iterable[Cell], count: int = 3) -> list[Cell]:
     """
 
     def distance(cell: Cell) -> tuple[int, int, int, float, Cell]:
-        def octaves(a: int, b: int) -> float:
-            return abs(max(a, 1).bit_length() - max(b, 1).bit_length()) + abs(a - b) / (a + b + 1)
-
         return (
             cell.arch != wanted.arch,
             cell.dtype != wanted.dtype,

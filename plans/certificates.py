@@ -1,294 +1,372 @@
 """Certificates: the evidence that a plan's device code passed every check of its cells on a named
 GPU.
 
-One file an arch and family, ``certificates/<arch>/<family>.yaml``. A certificate binds to bits: to
-the hash of the device code, to the launch code's, to the signature, and for each cell to the launch
-parameters and the problem's geometry. If any of these changes, the certificate no longer matches
-and the cell falls back to candidate.
+A certificate is two files. The head, ``certificates/<arch>/<family>.yaml``, is the page that people
+review: device, tools, sources, plans, and the worst error of every output. It names by sha256 a
+generated file, ``<family>-<sha256>.json``, that holds the cells with their launch parameters
+(:mod:`specplan.plans.evidence`). Both carry a digest, so that an accident or an edit is seen.
+
+A certificate binds to bits: to the hash of the device code, to the launch code's, to the signature,
+and for each cell to the launch parameters and the problem's geometry. If any of these changes, the
+certificate no longer matches and the cell falls back to candidate.
 """
 
 from __future__ import annotations
 
+import datetime
+import math
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, fields
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import yaml
-from specplan.plans import ranges
-from specplan.plans.cell import Cell
-from specplan.plans.manifest import Manifest, Use
+from specplan.plans import evidence, ranges
+from specplan.plans.evidence import (
+    NO_EVIDENCE,
+    SCHEMA,
+    CertificateError,
+    CertifiedCell,
+    CertifiedGroup,
+    CertifiedPlan,
+    Evidence,
+    default_directory,
+    group_cells,
+    heads,
+)
+from specplan.plans.manifest import write_atomically
+from specplan.plans.version import DATE
 
-SCHEMA = 1
-#: More cells than this in one file is a slip of the pen, and would take minutes to read.
-MOST_CELLS = 2_000_000
-#: The mismatch of a certificate that says nothing of a cell.
-NO_EVIDENCE = "no evidence for this cell"
+__all__ = [
+    "NO_EVIDENCE",
+    "Certificate",
+    "CertificateError",
+    "CertifiedCell",
+    "CertifiedGroup",
+    "CertifiedPlan",
+    "Evidence",
+    "Output",
+    "Tally",
+    "default_directory",
+    "group_cells",
+    "heads",
+    "read",
+    "read_all",
+    "write",
+]
+
+#: Measures that count what is not equal bit for bit: their bound is 0, and no other's is.
+BIT_EQUALITY = frozenset(
+    {
+        "bits that differ",
+        "bytes that differ",
+        "words that differ",
+        "elements that differ",
+        "elements written",
+        "rows that should be 0 and are not",
+    }
+)
+
+#: What a certificate says of its errors. Certificates before schema 2 kept one measure of each
+#: cell.
+EVERY_OUTPUT = "every output of every cell"
+CLOSEST_MEASURE = (
+    "of each cell only the measure that came closest to its bound, with the number of comparisons "
+    "of all measures"
+)
 
 
-class CertificateError(ValueError):
-    """A certificate file that cannot be read."""
-
-
-@dataclass(frozen=True)
-class CertifiedPlan:
-    """The bits that were certified."""
-
-    device_code: str
-    host_code: str
-    signature: str
-
-
-@dataclass(frozen=True)
-class Result:
-    """What was measured for one cell.
-
-    ``error`` is in the unit that ``measure`` names; ``bound`` is the most that the check allows;
-    ``checks`` is how many comparisons of whole buffers were made.
+@dataclass(frozen=True, order=True)
+class Output:
+    """One thing that the checks measure: what is compared, the most that is allowed, and where that
+    bound comes from.
     """
 
+    name: str
     measure: str
-    error: float
     bound: float
-    checks: int
+    source: str
+
+    def check(self) -> None:
+        """ValueError where the bound is none: zero belongs to bit equality, and to nothing else."""
+        for value in (self.name, self.measure, self.source):
+            evidence.text_of(value)
+        if not isinstance(self.bound, int | float) or not math.isfinite(self.bound):
+            raise ValueError(f"the bound {self.bound!r} of {self.name!r} is no finite number")
+        if self.bound < 0 or (self.bound == 0) != (self.measure in BIT_EQUALITY):
+            raise ValueError(f"{self.bound!r} is no bound of {self.name!r} in {self.measure!r}")
 
 
 @dataclass(frozen=True)
-class CertifiedCell:
-    """One cell's evidence: the plans that ran, their launch parameters, what was measured."""
+class Tally:
+    """What was measured of one output: the worst error by plan and problem, and the number of
+    comparisons.
+    """
 
-    problem: str
-    dtype: str
-    splits: int
-    tokens: int
-    requests: int
-    uses: tuple[Use, ...]
-    result: Result
+    output: Output
+    comparisons: int
+    #: symbol -> problem -> the worst error
+    errors: Mapping[str, Mapping[str, float]]
+
+    @property
+    def worst(self) -> float:
+        """The worst error of all plans and problems."""
+        return max(error for problems in self.errors.values() for error in problems.values())
 
 
 @dataclass(frozen=True)
-class Certificate:
-    """One certificate file."""
+class Certificate(Evidence):
+    """A certificate: the cells that it covers, and what people want to know of it."""
 
-    family: str
-    arch: str
     device: Mapping[str, Any]
     date: str
-    tools: Mapping[str, str]
-    sources: Mapping[str, str]
     suite: Sequence[str]
-    problems: Mapping[str, Mapping[str, int]]
-    plans: Mapping[str, CertifiedPlan]
-    cells: tuple[CertifiedCell, ...] = field(repr=False)
-
-    @cached_property
-    def table(self) -> Mapping[tuple[str, str, int, int, int], CertifiedCell]:
-        return {(c.problem, c.dtype, c.splits, c.tokens, c.requests): c for c in self.cells}
-
-    def mismatch(self, cell: Cell, uses: tuple[Use, ...], manifest: Manifest) -> str | None:
-        """Why this certificate does not cover a cell as the pack has it, or None when it does."""
-        evidence = self.table.get(
-            (cell.problem, cell.dtype, cell.splits, cell.tokens, cell.requests)
-        )
-        if evidence is None:
-            return NO_EVIDENCE
-        geometry = manifest.problems[cell.family][cell.problem]
-        if self.problems.get(cell.problem) != geometry:
-            return f"the geometry of problem {cell.problem!r} changed"
-        if evidence.uses != uses:
-            return "the planning rule gives other plans or launch parameters"
-        for use in uses:
-            plan = manifest.plans[use.symbol]
-            certified = self.plans.get(use.symbol)
-            if certified is None:
-                return f"plan {use.symbol} has no evidence"
-            for what in ("device_code", "host_code", "signature"):
-                if getattr(certified, what) != getattr(plan, what):
-                    return f"{what.replace('_', ' ')} changed ({self.changed_inputs(plan.key)})"
-        return None
-
-    def changed_inputs(self, key: Mapping[str, Any]) -> str:
-        """Which sources and tools differ between what was certified and a plan's key."""
-        changed = [
-            f"source {name.removeprefix('specplan.')}"
-            for name, digest in key["sources"].items()
-            if self.sources.get(name) != digest
-        ]
-        changed += [
-            f"{name} {self.tools.get(name, 'absent')} -> {version}"
-            for name, version in key["tools"].items()
-            if self.tools.get(name) != version
-        ]
-        return ", ".join(changed) or "no source or tool version differs"
+    #: Which errors the tallies hold: ``EVERY_OUTPUT`` or ``CLOSEST_MEASURE``.
+    recorded: str
+    tallies: tuple[Tally, ...]
 
 
-def default_directory() -> Path:
-    """The certificates of this installation: packaged beside the code, or at the root of a
-    checkout.
-    """
-    packaged = Path(__file__).with_name("certificates")
-    if packaged.is_dir():
-        return packaged
-    return Path(__file__).resolve().parent.parent / "certificates"
+def join_tallies(tallies: Iterable[Tally]) -> tuple[Tally, ...]:
+    """One tally an output: those with a tolerance first, then those of bit equality."""
+    comparisons: Counter[Output] = Counter()
+    errors: dict[Output, dict[str, dict[str, float]]] = {}
+    for tally in tallies:
+        comparisons[tally.output] += tally.comparisons
+        of_output = errors.setdefault(tally.output, {})
+        for symbol, problems in tally.errors.items():
+            of_plan = of_output.setdefault(symbol, {})
+            for problem, error in problems.items():
+                of_plan[problem] = max(error, of_plan.get(problem, error))
+    return tuple(
+        Tally(output, comparisons[output], errors[output])
+        for output in sorted(errors, key=lambda o: (o.bound == 0, o))
+    )
 
 
 def read_all(directories: Iterable[Path], arch: str) -> list[Certificate]:
     """Every certificate for an arch in ``<directory>/<arch>/*.yaml``."""
-    found = []
-    for directory in directories:
-        for path in sorted((directory / arch).glob("*.yaml")):
-            found.append(read(path))
-    return found
+    return [read(path) for path in evidence.heads(directories, arch)]
 
 
-def read(path: Path) -> Certificate:
-    """One certificate file; CertificateError names the file and what is wrong."""
+# Writing
+
+_HEADER = (
+    "# Written by `specplan certify`. Evidence, not configuration: it binds to the bits that it "
+    "names,\n# and an edit makes it false.\n"
+)
+_WIDE = 1 << 20
+
+
+def write(path: Path, certificate: Certificate) -> None:
+    """Write a certificate: the cells file first, then the head ``path`` that names it.
+
+    A reader sees the old certificate or the new one. The cells file of the certificate that was
+    there before goes last.
+    """
+    cells = evidence.dumps(certificate)
+    name = evidence.cells_name(path.stem, cells)
+    before = _cells_named(path)
+    write_atomically(path.with_name(name), cells.encode())
+    write_atomically(path, _head(certificate, name, cells).encode())
+    if before not in (None, name):
+        path.with_name(str(before)).unlink(missing_ok=True)
+
+
+def _cells_named(path: Path) -> str | None:
+    """The cells file that a head names, if it is one of the head's own form."""
     try:
-        body = yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)
-        if body["schema"] != SCHEMA:
-            raise CertificateError(
-                f"{path}: schema {body['schema']!r}, this version of specplan reads {SCHEMA}"
-            )
-        return Certificate(
-            _text(body["family"]),
-            _text(body["arch"]),
-            dict(body["device"]),
-            str(body["date"]),
-            _texts(body["tools"]),
-            _texts(body["sources"]),
-            tuple(map(_text, body["suite"])),
-            {_text(name): _integers(geometry) for name, geometry in body["problems"].items()},
-            {
-                _text(symbol): CertifiedPlan(
-                    _text(p["device_code"]), _text(p["host_code"]), _text(p["signature"])
-                )
-                for symbol, p in body["plans"].items()
-            },
-            tuple(_cells(body["cells"])),
-        )
-    except CertificateError:
-        raise
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise CertificateError(f"{path}: cannot be read ({error})") from error
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise CertificateError(f"{path}: not a certificate ({error!r})") from error
+        match = evidence.CELLS.search(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return None
+    own = re.compile(rf"{re.escape(path.stem)}-[0-9a-f]{{16}}\.json")
+    return match[1] if match and own.fullmatch(match[1]) else None
 
+
+def _head(certificate: Certificate, name: str, cells: str) -> str:
+    signatures: dict[str, str] = {}
+    for plan in certificate.plans.values():
+        signatures.setdefault(plan.signature, f"signature {len(signatures) + 1}")
+    of_plans = {
+        symbol: {
+            "device_code": plan.device_code,
+            "host_code": plan.host_code,
+            "signature": signatures[plan.signature],
+        }
+        for symbol, plan in sorted(certificate.plans.items())
+    }
+    tallies = [
+        {
+            "output": tally.output.name,
+            "measure": tally.output.measure,
+            "bound": tally.output.bound,
+            "source": tally.output.source,
+            "comparisons": tally.comparisons,
+            "worst": tally.worst,
+            "errors": {
+                symbol: dict(sorted(problems.items()))
+                for symbol, problems in sorted(tally.errors.items())
+            },
+        }
+        for tally in certificate.tallies
+    ]
+    problems = {problem: dict(geometry) for problem, geometry in certificate.problems.items()}
+    signed = {number: signature for signature, number in signatures.items()}
+    body = [
+        _dump(
+            {"schema": SCHEMA, "family": certificate.family, "arch": certificate.arch}, flow=False
+        ),
+        _dump({"device": dict(certificate.device), "date": certificate.date}, _WIDE),
+        _dump({"suite": list(certificate.suite)}, flow=False),
+        _dump({"recorded": certificate.recorded}, flow=False),
+        _dump({"tools": dict(certificate.tools)}, flow=False),
+        _dump({"sources": dict(certificate.sources)}, _WIDE, flow=False),
+        _dump({"problems": problems}, _WIDE),
+        _dump({"outputs": tallies}, _WIDE),
+        _dump({"signatures": signed}, flow=False),
+        _dump({"plans": of_plans}, _WIDE),
+    ]
+    text = _HEADER + "".join(body)
+    digest = sha256(cells.encode()).hexdigest()
+    text += f"cells: {{file: {name}, sha256: {digest}, count: {certificate.count}}}\n"
+    return sealed(text)
+
+
+def sealed(text: str) -> str:
+    """The text of a head, ending with the digest of everything before it."""
+    return f"{text}digest: {sha256(text.encode()).hexdigest()}\n"
+
+
+def _dump(body: Mapping[str, Any], width: int = 100, flow: bool | None = None) -> str:
+    text: str = yaml.safe_dump(
+        body, sort_keys=False, width=width, default_flow_style=flow, allow_unicode=True
+    )
+    return text
+
+
+# Reading
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no text")
-    return value
+def read(path: Path) -> Certificate:
+    """One certificate; CertificateError names the file and what is wrong."""
+    text = evidence.head_text(path)
+    cells = evidence.cells_of(path, text)
+    try:
+        body = yaml.load(text, Loader=_LOADER)
+    except yaml.YAMLError as error:
+        raise CertificateError(f"{path}: cannot be read ({error})") from error
+    try:
+        found = _from_body(body, cells)
+        _check(found, path)
+        return found
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise CertificateError(f"{path}: not a certificate ({error!r})") from error
 
 
-def _integer(value: Any) -> int:
-    if type(value) is not int:
-        raise ValueError(f"{value!r} is no integer")
-    return value
-
-
-def _texts(body: Mapping[Any, Any]) -> Mapping[str, str]:
-    return {_text(name): _text(value) for name, value in body.items()}
-
-
-def _integers(body: Mapping[Any, Any]) -> Mapping[str, int]:
-    return {_text(name): _integer(value) for name, value in body.items()}
-
-
-def _result(row: Mapping[str, Any]) -> Result:
-    """What was measured; an error beyond its bound, or none at all, is no evidence."""
-    result = Result(
-        _text(row["measure"]), float(row["error"]), float(row["bound"]), _integer(row["checks"])
-    )
-    if not 0 <= result.error <= result.bound or result.checks < 1:
-        raise ValueError(f"{result} does not keep its bound")
-    return result
-
-
-def _cells(groups: Iterable[Mapping[str, Any]]) -> Iterable[CertifiedCell]:
-    count = 0
-    for group in groups:
-        uses = tuple(
-            Use(_text(u["symbol"]), tuple(_integers(u["launch"]).items())) for u in group["plans"]
+def _from_body(body: Mapping[str, Any], cells: Evidence) -> Certificate:
+    """The certificate, where head and cells file agree."""
+    if body["schema"] != SCHEMA:
+        raise ValueError(f"schema {body['schema']!r}")
+    signatures = evidence.texts(body["signatures"])
+    plans = {
+        symbol: CertifiedPlan(
+            evidence.digest_of(plan["device_code"]),
+            evidence.digest_of(plan["host_code"]),
+            signatures[plan["signature"]],
         )
-        for row in group["results"]:
-            result = _result(row)
-            many, often = ranges.parse(row["tokens"]), ranges.parse(row["requests"])
-            count += len(many) * len(often)
-            if count > MOST_CELLS:
-                raise ValueError(f"more than {MOST_CELLS:,} cells")
-            for tokens in many:
-                for requests in often:
-                    yield CertifiedCell(
-                        _text(group["problem"]),
-                        _text(group["dtype"]),
-                        _integer(group["splits"]),
-                        tokens,
-                        requests,
-                        uses,
-                        result,
-                    )
-
-
-def dumps(certificate: Certificate) -> str:
-    """The text of a certificate file; cells with equal results share a line."""
-    groups: dict[tuple[Any, ...], dict[tuple[Result, int], set[int]]] = {}
-    for cell in certificate.cells:
-        at = (cell.problem, cell.dtype, cell.splits, cell.uses)
-        groups.setdefault(at, {}).setdefault((cell.result, cell.tokens), set()).add(cell.requests)
-    body = {
-        "schema": SCHEMA,
-        "family": certificate.family,
-        "arch": certificate.arch,
-        "device": dict(certificate.device),
-        "date": certificate.date,
-        "tools": dict(certificate.tools),
-        "sources": dict(certificate.sources),
-        "suite": list(certificate.suite),
-        "problems": {name: dict(g) for name, g in certificate.problems.items()},
-        "plans": {
-            symbol: {
-                "device_code": plan.device_code,
-                "host_code": plan.host_code,
-                "signature": plan.signature,
-            }
-            for symbol, plan in sorted(certificate.plans.items())
-        },
-        "cells": [
-            {
-                "problem": problem,
-                "dtype": dtype,
-                "splits": splits,
-                "plans": [{"symbol": u.symbol, "launch": dict(u.launch)} for u in uses],
-                "results": _merge(rows),
-            }
-            for (problem, dtype, splits, uses), rows in sorted(
-                groups.items(), key=lambda item: (item[0][:3], str(item[0][3]))
-            )
-        ],
+        for symbol, plan in body["plans"].items()
     }
-    header = (
-        "# Written by `specplan certify`. Evidence, not configuration: it binds to the device code "
-        "that it names,\n# and an edit makes it false.\n"
+    same = {
+        "family": body["family"],
+        "arch": body["arch"],
+        "tools": evidence.texts(body["tools"]),
+        "sources": evidence.texts(body["sources"]),
+        "problems": {name: evidence.integers(g) for name, g in body["problems"].items()},
+        "plans": plans,
+    }
+    for name, value in same.items():
+        if value != getattr(cells, name):
+            raise ValueError(f"the head and the file of cells differ in {name}")
+    tallies = tuple(
+        Tally(
+            Output(row["output"], row["measure"], _number(row["bound"]), row["source"]),
+            evidence.natural(row["comparisons"], 1),
+            {
+                symbol: {problem: _number(error) for problem, error in problems.items()}
+                for symbol, problems in row["errors"].items()
+            },
+        )
+        for row in body["outputs"]
     )
-    return header + yaml.safe_dump(body, sort_keys=False, width=140, default_flow_style=None)
+    for row, tally in zip(body["outputs"], tallies, strict=True):
+        if row["worst"] != tally.worst:
+            raise ValueError(f"the worst error of {tally.output.name!r} is not {row['worst']!r}")
+    return Certificate(
+        **{each.name: getattr(cells, each.name) for each in fields(Evidence)},
+        device=dict(body["device"]),
+        date=evidence.text_of(body["date"]),
+        suite=tuple(map(evidence.text_of, body["suite"])),
+        recorded=body["recorded"],
+        tallies=tallies,
+    )
 
 
-def _merge(rows: Mapping[tuple[Result, int], set[int]]) -> list[dict[str, Any]]:
-    by_requests: dict[tuple[Result, tuple[int, ...]], list[int]] = {}
-    for (result, tokens), requests in sorted(rows.items(), key=lambda item: item[0][1]):
-        by_requests.setdefault((result, tuple(sorted(requests))), []).append(tokens)
-    return [
-        {
-            "tokens": ranges.spell(tokens),
-            "requests": ranges.spell(requests),
-            "measure": result.measure,
-            "error": result.error,
-            "bound": result.bound,
-            "checks": result.checks,
-        }
-        for (result, requests), tokens in by_requests.items()
-    ]
+def _number(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise ValueError(f"{value!r} is no number")
+    return float(value)
+
+
+def _check(certificate: Certificate, path: Path) -> None:
+    """ValueError for what cannot be true."""
+    check_device(certificate.device, certificate.arch)
+    check_date(certificate.date)
+    if not certificate.suite:
+        raise ValueError("no check was made")
+    if certificate.recorded not in (EVERY_OUTPUT, CLOSEST_MEASURE):
+        raise ValueError(f"recorded is {certificate.recorded!r}")
+    compared: set[tuple[str, str]] = set()
+    for tally in certificate.tallies:
+        tally.output.check()
+        for symbol, problems in tally.errors.items():
+            for problem, error in problems.items():
+                if symbol not in certificate.plans or problem not in certificate.problems:
+                    raise ValueError(f"an error of {symbol} in {problem}, which no cell used")
+                if not 0 <= error <= tally.output.bound:  # false for NaN too
+                    raise ValueError(
+                        f"the error {error!r} of {tally.output.name!r} does not keep its bound "
+                        f"{tally.output.bound!r}"
+                    )
+                compared.add((symbol, problem))
+    ran = {(use.symbol, group.problem) for group in certificate.groups for use in group.uses}
+    if certificate.recorded == EVERY_OUTPUT and ran - compared:
+        symbol, problem = min(ran - compared)
+        raise ValueError(f"nothing was compared of plan {symbol} in problem {problem}")
+    if ran and not compared:
+        raise ValueError("nothing was compared")
+
+
+def check_device(device: Mapping[str, Any], arch: str) -> None:
+    """ValueError unless a device says what it is, and runs code of that arch."""
+    evidence.text_of(device["name"])
+    evidence.text_of(device["driver"])
+    evidence.natural(device["sm_count"], 1, ranges.MOST)
+    digits = re.fullmatch(r"(\d+)\.(\d+)", device["capability"])
+    if digits is None or f"sm_{digits[1]}{digits[2]}a" != arch:
+        raise ValueError(f"a device of capability {device['capability']!r} does not run {arch}")
+
+
+def check_date(text: str) -> None:
+    """ValueError for what is no date, or is in the future. A clock may be behind: then this
+    version's own date is today. And a day ahead of it: it is tomorrow somewhere.
+    """
+    if not re.fullmatch(r"\d{4}-\d\d-\d\d", text, re.ASCII):
+        raise ValueError(f"{text!r} is no date")
+    date = datetime.date.fromisoformat(text)
+    today = datetime.datetime.now(datetime.UTC).date()
+    if date > max(today, datetime.date.fromisoformat(DATE)) + datetime.timedelta(days=1):
+        raise ValueError(f"the date {text} is in the future")

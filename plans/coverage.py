@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from specplan.plans import certificates, manifest
+from specplan.plans import certificates, manifest, simulations
 from specplan.plans.catalog import Catalog
 from specplan.plans.cell import Cell, State
 from specplan.plans.certificates import Certificate
+from specplan.plans.evidence import (
+    UNBACKED,
+    Evidence,
+    Marks,
+    compare,
+    judge,
+    local_directory,
+    mark_complaints,
+)
 from specplan.plans.manifest import Manifest, ManifestError, Use, packs_under
 from specplan.plans.plan import Plan
+from specplan.plans.simulations import Simulations
 
 
 @dataclass(frozen=True)
@@ -26,6 +36,8 @@ class Row:
     claimed: State
     plans: tuple[str, ...]
     reason: str
+    #: Whether all its plans, as the pack has them, were simulated on a CPU. No state depends on it.
+    simulated: bool = False
 
     @property
     def holds(self) -> bool:
@@ -64,35 +76,50 @@ class Coverage:
         """The public shape of ``specplan coverage --json``."""
         return {
             "cells": [
-                {**row.cell.as_dict(), "state": row.state.value, "plan": " ".join(row.plans)}
+                {
+                    **row.cell.as_dict(),
+                    "state": row.state.value,
+                    "plan": " ".join(row.plans),
+                    "claimed": row.claimed.value,
+                    "holds": row.holds,
+                    "reason": row.reason,
+                    "simulated": row.simulated,
+                }
                 for row in self.rows
             ],
             "summary": self.summary(),
+            "complaints": list(self.complaints),
         }
 
 
 def local_certificates(pack: Path) -> Path:
     """Where ``specplan certify`` puts the certificates that a user makes: beside the pack."""
-    return pack / "certificates"
+    return local_directory(pack)
 
 
 def compute(
     catalog: Catalog,
-    root: Path,
+    root: Path | Mapping[str, Path],
     archs: Iterable[str],
     certificate_directories: Iterable[Path],
     *,
     family: str | None = None,
     strict: bool = False,
+    simulation_directories: Iterable[Path] | None = None,
 ) -> Coverage:
-    """Judge every cell of the catalog on the given archs.
+    """Judge every cell of the catalog on the given archs, in the packs under ``root``, or in the
+    pack that ``root`` names for each arch.
 
     With ``strict``, evidence that no claim uses is a complaint too: a certificate for cells that
     the catalog does not have, for archs that it does not have, and a pack whose table is not the
-    planning rule's.
+    planning rule's. Simulations, those that specplan ships unless directories of them are given and
+    those beside a pack, mark cells and change no state.
     """
     directories = list(certificate_directories)
-    packs = packs_under(root)
+    if simulation_directories is None:
+        simulation_directories = [simulations.default_directory()]
+    places = list(simulation_directories)
+    packs = packs_under(root) if isinstance(root, Path) else root
     rows: list[Row] = []
     complaints: list[str] = []
     for arch in archs:
@@ -100,16 +127,42 @@ def compute(
         evidence = certificates.read_all(
             [*directories, *([local_certificates(directory)] if directory else [])], arch
         )
-        judge = _Judge(catalog, directory, evidence)
-        if judge.complaint is not None:
-            complaints.append(judge.complaint)
+        of_arch = _Judge(catalog, directory, arch, evidence)
+        if of_arch.complaint is not None:
+            complaints.append(of_arch.complaint)
+        complaints.extend(of_arch.marks(family))
+        simulated = _Simulated(of_arch.manifest, places, directory, arch)
         for cell in catalog.cells(arch, family):
-            rows.append(judge.row(cell, catalog.claims[cell]))
+            rows.append(simulated.mark(of_arch.row(cell, catalog.claims[cell])))
         if strict:
-            complaints.extend(judge.orphans(family))
+            complaints.extend(of_arch.orphans(family))
     if strict:
         complaints.extend(_unknown_archs(catalog, directories))
     return Coverage(rows, complaints)
+
+
+class _Simulated:
+    """Says which rows' plans were simulated as the pack has them."""
+
+    def __init__(
+        self, pack: Manifest | None, places: Sequence[Path], directory: Path | None, arch: str
+    ) -> None:
+        self.pack = pack
+        found: Sequence[Simulations] = ()
+        if pack is not None and directory is not None:
+            found = simulations.read_all([*places, simulations.local_directory(directory)], arch)
+        self.found = found
+        self._known: dict[tuple[str, ...], bool] = {}
+
+    def mark(self, row: Row) -> Row:
+        """The row, marked if it is built and simulated."""
+        if not self.found or row.state not in (State.CANDIDATE, State.CERTIFIED):
+            return row
+        assert self.pack is not None
+        if row.plans not in self._known:
+            uses = [Use(symbol) for symbol in row.plans]
+            self._known[row.plans] = any(each.covers(uses, self.pack) for each in self.found)
+        return replace(row, simulated=True) if self._known[row.plans] else row
 
 
 def _unknown_archs(catalog: Catalog, directories: Iterable[Path]) -> list[str]:
@@ -126,28 +179,39 @@ class _Judge:
     """Judges the cells of one arch; everything that many cells share is looked at once."""
 
     def __init__(
-        self, catalog: Catalog, directory: Path | None, evidence: Sequence[Certificate]
+        self,
+        catalog: Catalog,
+        directory: Path | None,
+        arch: str,
+        evidence: Sequence[Certificate],
     ) -> None:
         self.catalog = catalog
+        self.directory = directory
         self.evidence = evidence
         self.manifest: Manifest | None = None
         self.complaint: str | None = None
         self.corrupt: dict[str, str] = {}
+        self.lacking: dict[str, str] = {}
         if directory is not None:
             try:
                 self.manifest = manifest.read(directory)
+                self.complaint = manifest.wrong_arch(self.manifest, directory, arch)
             except ManifestError as error:
                 self.complaint = str(error)
-            else:
-                for name, record in self.manifest.objects.items():
+            if self.complaint is not None:
+                self.manifest = None
+            elif self.manifest is not None:
+                for _, name, record in self.manifest.libraries():
                     wrong = manifest.check_object(directory, record)
                     if wrong is not None:
-                        self.corrupt[name] = wrong
+                        self.corrupt.setdefault(name, wrong)
+                for host, name in self.manifest.lacking():
+                    self.lacking.setdefault(name, f"the pack has no library for host {host}")
 
     def row(self, cell: Cell, claimed_certified: bool) -> Row:
         claimed = State.CERTIFIED if claimed_certified else State.CANDIDATE
         if self.manifest is None:
-            reason = "the manifest cannot be read" if self.complaint else "no pack for this arch"
+            reason = self.complaint or "no pack for this arch"
             state = State.CORRUPT if self.complaint else State.MISSING
             return Row(cell, state, claimed, (), reason)
         group = self.manifest.find(cell)
@@ -157,6 +221,9 @@ class _Judge:
         wrong = self.corrupt.get(cell.family)
         if wrong is not None:
             return Row(cell, State.CORRUPT, claimed, symbols, wrong)
+        lacking = self.lacking.get(cell.family)
+        if lacking is not None:
+            return Row(cell, State.MISSING, claimed, symbols, lacking)
         if group.uses != uses_of(self.catalog.plans_of(cell)):
             return Row(
                 cell, State.STALE, claimed, symbols, "the planning rule gives another plan now"
@@ -166,21 +233,29 @@ class _Judge:
             != (self.catalog.problems[cell.family][cell.problem])
         ):
             return Row(cell, State.STALE, claimed, symbols, "the problem's geometry changed")
-        mismatches = []
-        for certificate in self.evidence:
-            if certificate.family == cell.family:
-                mismatch = certificate.mismatch(cell, group.uses, self.manifest)
-                if mismatch is None:
-                    return Row(cell, State.CERTIFIED, claimed, symbols, "")
-                mismatches.append(mismatch)
-        if not claimed_certified:
-            return Row(cell, State.CANDIDATE, claimed, symbols, "")
-        stale = [mismatch for mismatch in mismatches if mismatch != certificates.NO_EVIDENCE]
-        if not stale:
-            return Row(
-                cell, State.CANDIDATE, claimed, symbols, "claimed certified, without a certificate"
+        state, reason = judge(cell, group, self.manifest, self.evidence)
+        if claimed_certified:
+            if state is State.CANDIDATE and reason in ("", UNBACKED):
+                reason = "claimed certified, without a certificate"
+        elif state is State.STALE:
+            # Nothing is claimed that could be stale.
+            state = State.CANDIDATE
+        return Row(cell, state, claimed, symbols, reason)
+
+    def marks(self, family: str | None) -> list[str]:
+        """How the pack's marks of claimed cells differ from the evidence."""
+        if self.manifest is None or self.directory is None:
+            return []
+        found = compare(self.manifest, self.evidence)
+
+        def claimed(cells: Iterable[Cell]) -> tuple[Cell, ...]:
+            return tuple(
+                cell
+                for cell in cells
+                if cell in self.catalog.claims and family in (None, cell.family)
             )
-        return Row(cell, State.STALE, claimed, symbols, stale[0])
+
+        return mark_complaints(Marks(claimed(found.ahead), claimed(found.behind)), self.directory)
 
     def orphans(self, family: str | None) -> list[str]:
         """Evidence and plans that no claim of the catalog uses."""
@@ -198,7 +273,7 @@ class _Judge:
                         c.requests,
                     )
                     not in self.catalog.claims
-                    for c in certificate.cells
+                    for c in certificate.cells()
                 )
                 if unclaimed:
                     complaints.append(
@@ -221,7 +296,7 @@ def uses_of(plans: tuple[Plan, ...]) -> tuple[Use, ...]:
 
 
 def is_certified(
-    cell: Cell, uses: tuple[Use, ...], pack: Manifest, evidence: Iterable[Certificate]
+    cell: Cell, uses: tuple[Use, ...], pack: Manifest, evidence: Iterable[Evidence]
 ) -> bool:
     """Whether any certificate covers a cell as the pack has it."""
     return any(

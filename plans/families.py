@@ -7,6 +7,7 @@ from importlib import import_module
 from types import MappingProxyType
 
 from specplan.plans.family import Family
+from specplan.plans.signature import Op
 
 NAMES = ("scatter", "gather", "rollback", "gdn_replay", "sparse_gqa_verify")
 
@@ -18,3 +19,7 @@ def _load() -> Mapping[str, Family]:
 
 
 FAMILIES: Mapping[str, Family] = _load()
+#: What each op takes, by family and op.
+SIGNATURES: Mapping[str, Mapping[str, Op]] = MappingProxyType(
+    {name: import_module(f"specplan.plans.{name}").OPS for name in NAMES}
+)

@@ -30,11 +30,12 @@ and 52.8 at 64, 8.4 beside 8.0 at 6.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specplan.plans.arch import Arch
 from specplan.plans.plan import Plan
+from specplan.plans.signature import FREE, Free, Op, Parameter, Scalar, Size, Tensor, vector
 
 HEAD = 128
 #: Records of a history bank.
@@ -172,11 +173,14 @@ class Cursors:
         CommitterError
             Another one commits already.
         """
-        if self._committer is None:
-            self._committer = committer
-            if committer == VERIFY:
-                self.verify_key = self.key
-        elif self._committer != committer:
+        self.check(committer)
+        self._committer = committer
+        if committer == VERIFY:
+            self.verify_key = self.key
+
+    def check(self, committer: str) -> None:
+        """Ask whether a party may commit, and change nothing; errors as for :meth:`claim`."""
+        if self._committer is not None and self._committer != committer:
             raise CommitterError(
                 f"{committer} would commit histories that {self._committer} commits already; a "
                 "history folded twice is a wrong state. Keep one of the two"
@@ -312,3 +316,173 @@ class GdnReplay:
 
 
 FAMILY = GdnReplay()
+
+
+# ----- the ops ------------------------------------------------------------------------------------
+
+
+def _rows(name: str, heads: str, about: str, **more: Any) -> Tensor:
+    """A row of heads for every token, any stride of requests and tokens."""
+    strides = (Free(16), Free(16), HEAD, 1)
+    return Tensor(name, "bf16", ("N", "T", heads, HEAD), strides, about, align=16, **more)
+
+
+def _gates(name: str) -> Tensor:
+    return Tensor(name, "bf16", ("N", "T", "HV"), (FREE, FREE, 1), "raw gates", align=2)
+
+
+def _list(name: str, about: str, idle: str = "") -> Tensor:
+    """An integer for every row of the batch, any stride."""
+    return Tensor(name, "int32", ("N",), (FREE,), about, align=4, idle=idle)
+
+
+def _dense(*extents: int | str) -> tuple[int, ...]:
+    """The strides of the dimensions within a slot."""
+    strides = [1]
+    for extent in reversed(extents[1:]):
+        strides.append(strides[-1] * int(extent))
+    return tuple(reversed(strides))
+
+
+def _pool(name: str, dtype: str, heads: str, *extents: int, about: str) -> Tensor:
+    """A tensor of slots: dense within one, any multiple of 16 bytes from one to the next."""
+    multiple = 0 if dtype == "fp32" else 16
+    return Tensor(
+        name,
+        dtype,
+        ("slots", heads, *extents),
+        (Free(multiple), *_dense(heads, *extents)),
+        about,
+        align=multiple or 4,
+        stride_bits=64,
+    )
+
+
+_POOL = (
+    _pool("state", "state", "HV", HEAD, HEAD, about="checkpoints"),
+    _pool("rec_u", "bf16", "HV", 2, WINDOW, HEAD, about="records of updates"),
+    _pool("rec_k", "bf16", "HK", 2, WINDOW, HEAD, about="records of keys"),
+    _pool("rec_G", "fp32", "HV", 2, WINDOW, about="records of decays"),
+)
+_HIST_LEN = vector("hist_len", "int32", "slots", "live records", align=4)
+_BANK = vector("bank", "int32", "slots", "bank of the records", align=4)
+
+
+def _written(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(replace(tensor, written=True) for tensor in tensors)
+
+
+_OF_POOL = Parameter("pool", "Pool", about="one layer's checkpoints and records")
+_OF_CURSORS = Parameter("cursors", "Cursors", about="cursors of the slots, shared by the layers")
+
+
+def _size_of(rows: str, tokens: int | None = None) -> Any:
+    """The cell of an op over a list of rows, of one token a row unless the call says more."""
+
+    def size(c: Any) -> Size:
+        cursors = c.given.pool.cursors if hasattr(c.given, "pool") else c.given.cursors
+        each = tokens if tokens is not None else c.tokens
+        return Size(cursors.geometry, cursors.dtype, getattr(c, rows).shape[0], each)
+
+    return size
+
+
+OPS: Mapping[str, Op] = {
+    op.name: op
+    for op in (
+        Op(
+            "gdn_replay",
+            "verify",
+            tensors=(
+                _rows("q", "HK", "raw queries"),
+                _rows("k", "HK", "raw keys"),
+                _rows("v", "HV", "values"),
+                *(_gates("a"), _gates("b")),
+                vector("A_log", "fp32", "HV", align=4),
+                vector("dt_bias", "fp32", "HV", align=4),
+                *_written(*_POOL),
+                *(_HIST_LEN, _BANK),
+                _list("slot", "pool slot of each row, -1 for padding", "rows"),
+                _rows("out", "HV", "zeros for padding rows", written=True, idle="scratch"),
+            ),
+            scalars=(
+                Scalar("scale", "float", "SCALE if scale is None else scale"),
+                Scalar("ctas", launch="ctas"),
+            ),
+            parameters=(
+                _OF_POOL,
+                *map(Parameter, ("q", "k", "v", "a", "b", "A_log", "dt_bias", "slot", "out")),
+                Parameter("scale", "float", True, about="of the queries; 128 ** -0.5 without it"),
+                Parameter("splits", "int", True, about="the planning rule's without it"),
+            ),
+            # The cursors' key names geometry, dtype and device, and none of them unless this op is
+            # the one that commits.
+            key=("q.numel()", "slot.numel()", "pool.cursors.verify_key", "splits"),
+            size=lambda c: Size(
+                c.given.pool.cursors.geometry,
+                c.given.pool.cursors.dtype,
+                *(c.q.shape[0], c.q.shape[1], c.given.splits),
+            ),
+            no_work=lambda p: p.q.dim() == 4 and p.q.shape[0] == 0,
+            device="pool.cursors.device",
+            setup=("state, rec_u, rec_k, rec_G, hist_len, bank = pool.tensors",),
+            idle={"HV": 2},
+        ),
+        Op(
+            "gdn_replay",
+            "advance",
+            tensors=(
+                *_written(_HIST_LEN, _BANK),
+                _list("slot", "slots of the step's rows, -1 for padding", "rows"),
+                _list("n_acc", "accepted tokens of each row"),
+            ),
+            scalars=(Scalar("tokens"),),
+            parameters=(
+                _OF_CURSORS,
+                *map(Parameter, ("slot", "n_acc")),
+                Parameter("tokens", "int", about="of the step's verify launches"),
+            ),
+            key=("slot.numel()", "cursors.key", "tokens"),
+            size=_size_of("slot"),
+            no_work=lambda p: p.slot.dim() == 1 and p.slot.numel() == 0,
+            device="cursors.device",
+            setup=("hist_len, bank = cursors.tensors",),
+        ),
+        Op(
+            "gdn_replay",
+            "materialize",
+            tensors=(
+                *(*_written(_POOL[0]), *_POOL[1:]),
+                _BANK,
+                _list("src", "slot of the history", "rows"),
+                _list("dst", "slot that gets the state", "rows"),
+                _list("count", "records of the history that count"),
+            ),
+            scalars=(),
+            parameters=(_OF_POOL, *map(Parameter, ("src", "dst", "count"))),
+            key=("src.numel()", "pool.cursors.key"),
+            size=_size_of("src", 1),
+            no_work=lambda p: p.src.dim() == 1 and p.src.numel() == 0,
+            # Folding in place commits.
+            guard=("(dst.data_ptr() != src.data_ptr() or pool.cursors.committer == MATERIALIZE)"),
+            device="pool.cursors.device",
+            setup=("state, rec_u, rec_k, rec_G, _, bank = pool.tensors",),
+            idle={"HV": 2},
+        ),
+        Op(
+            "gdn_replay",
+            "reset",
+            tensors=(
+                *_written(_HIST_LEN, _BANK),
+                _list("slot", "slots to empty; negative ones do nothing", "rows"),
+            ),
+            scalars=(),
+            parameters=(_OF_CURSORS, Parameter("slot")),
+            key=("slot.numel()", "cursors.key"),
+            size=_size_of("slot", 1),
+            no_work=lambda p: p.slot.dim() == 1 and p.slot.numel() == 0,
+            device="cursors.device",
+            setup=("hist_len, bank = cursors.tensors",),
+        ),
+    )
+}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,9 +19,13 @@ from typing import Any
 
 from specplan.plans import ranges
 from specplan.plans.cell import Cell
+from specplan.plans.hosts import this_machine
 
-SCHEMA = 1
+SCHEMA = 2
 NAME = "manifest.json"
+#: The libraries whose symbols packs take, as the manifest names them.
+TVM_FFI = "libtvm_ffi.so"
+CUDA_RUNTIME = "libcudart.so.13"
 
 
 class ManifestError(ValueError):
@@ -36,15 +41,45 @@ class ManifestError(ValueError):
 
 @dataclass(frozen=True)
 class ObjectRecord:
-    """One shared object of the pack."""
+    """One shared object of the pack: one family for one host."""
 
     file: str
     size: int
     sha256: str
-    #: Digest of what was linked: the objects in order and the linker.
+    #: Digest of what was linked: the objects in order, the linker, what is linked in.
     inputs: str
-    #: Vector and bit extensions of the host that the host code uses, as /proc/cpuinfo spells them.
-    cpu_features: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class HostRecord:
+    """The libraries of one host.
+
+    Attributes
+    ----------
+    triple, cpu
+        The target that the host code was emitted for, as LLVM spells it; an empty CPU is the
+        architecture's baseline.
+    linker
+        The C compiler and the linker.
+    takes
+        The symbols that the libraries take from outside beside libc's, by library.
+    objects
+        The shared objects by family.
+    """
+
+    triple: str
+    cpu: str
+    linker: str
+    takes: Mapping[str, tuple[str, ...]]
+    objects: Mapping[str, ObjectRecord]
+
+
+@dataclass(frozen=True)
+class PlanObject:
+    """The object of one plan for one host, before it is linked."""
+
+    size: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -64,8 +99,8 @@ class PlanRecord:
     host_code: str
     registers: int
     spills: int
-    object_size: int
-    object_sha256: str
+    #: What was linked, by host. The device code in it is the same for all.
+    objects: Mapping[str, PlanObject]
 
 
 @dataclass(frozen=True)
@@ -112,13 +147,40 @@ class Manifest:
     capability: tuple[int, int]
     version: str
     tools: Mapping[str, str]
-    host: str
-    objects: Mapping[str, ObjectRecord]
+    hosts: Mapping[str, HostRecord]
     plans: Mapping[str, PlanRecord]
     problems: Mapping[str, Mapping[str, Mapping[str, int]]]
     groups: tuple[Group, ...]
     #: Digest of everything that the pack was made from, or empty where it is not all of a catalog.
     inputs: str = ""
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """The families that the pack has plans of, sorted."""
+        return tuple(sorted({plan.family for plan in self.plans.values()}))
+
+    @property
+    def objects(self) -> Mapping[str, ObjectRecord]:
+        """The shared objects by family: for this machine, or for the first host of a pack that has
+        none for this machine.
+        """
+        host = this_machine()
+        record = self.hosts.get(host) or next(iter(self.hosts.values()), None)
+        return record.objects if record is not None else {}
+
+    def libraries(self, host: str | None = None) -> Iterator[tuple[str, str, ObjectRecord]]:
+        """Host, family and record of every shared object, or of those of one host."""
+        for name, record in self.hosts.items():
+            if host in (None, name):
+                for family, library in record.objects.items():
+                    yield name, family, library
+
+    def lacking(self) -> Iterator[tuple[str, str]]:
+        """Host and family of every library that is not in the pack though other hosts have it."""
+        for name, record in self.hosts.items():
+            for family in self.families:
+                if family not in record.objects:
+                    yield name, family
 
     @cached_property
     def table(self) -> Mapping[tuple[str, str, str, int, int, int], Group]:
@@ -197,17 +259,26 @@ def dumps(manifest: Manifest) -> str:
         "capability": list(manifest.capability),
         "specplan": manifest.version,
         "tools": dict(sorted(manifest.tools.items())),
-        "host": manifest.host,
         "inputs": manifest.inputs,
-        "objects": {
-            family: {
-                "file": record.file,
-                "size": record.size,
-                "sha256": record.sha256,
-                "inputs": record.inputs,
-                "cpu_features": list(record.cpu_features),
+        "hosts": {
+            name: {
+                "triple": host.triple,
+                "cpu": host.cpu,
+                "linker": host.linker,
+                "takes": {
+                    library: " ".join(symbols) for library, symbols in sorted(host.takes.items())
+                },
+                "objects": {
+                    family: {
+                        "file": record.file,
+                        "size": record.size,
+                        "sha256": record.sha256,
+                        "inputs": record.inputs,
+                    }
+                    for family, record in sorted(host.objects.items())
+                },
             }
-            for family, record in sorted(manifest.objects.items())
+            for name, host in sorted(manifest.hosts.items())
         },
         "plans": {
             symbol: {
@@ -219,8 +290,10 @@ def dumps(manifest: Manifest) -> str:
                 "host_code": plan.host_code,
                 "registers": plan.registers,
                 "spills": plan.spills,
-                "object_size": plan.object_size,
-                "object_sha256": plan.object_sha256,
+                "objects": {
+                    name: {"size": item.size, "sha256": item.sha256}
+                    for name, item in sorted(plan.objects.items())
+                },
                 "key": plan.key,
             }
             for symbol, plan in sorted(manifest.plans.items())
@@ -296,7 +369,7 @@ def loads(text: str, path: Path) -> Manifest:
             path, "edited", "does not match its own digest: it was edited; build the pack again"
         )
     try:
-        return _from_body(body)
+        return _checked(_from_body(body))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ManifestError(
             path, "unreadable", f"lacks what a manifest has ({error!r}); build the pack again"
@@ -310,16 +383,23 @@ def _from_body(body: Mapping[str, Any]) -> Manifest:
         capability=(int(major), int(minor)),
         version=str(body["specplan"]),
         tools=body["tools"],
-        host=str(body["host"]),
-        objects={
-            family: ObjectRecord(
-                str(item["file"]),
-                int(item["size"]),
-                str(item["sha256"]),
-                str(item["inputs"]),
-                tuple(item["cpu_features"]),
+        hosts={
+            name: HostRecord(
+                str(host["triple"]),
+                str(host["cpu"]),
+                str(host["linker"]),
+                {library: tuple(text.split()) for library, text in host["takes"].items()},
+                {
+                    family: ObjectRecord(
+                        file_name(item["file"]),
+                        int(item["size"]),
+                        str(item["sha256"]),
+                        str(item["inputs"]),
+                    )
+                    for family, item in host["objects"].items()
+                },
             )
-            for family, item in body["objects"].items()
+            for name, host in body["hosts"].items()
         },
         plans={
             symbol: PlanRecord(
@@ -333,8 +413,10 @@ def _from_body(body: Mapping[str, Any]) -> Manifest:
                 str(item["host_code"]),
                 int(item["registers"]),
                 int(item["spills"]),
-                int(item["object_size"]),
-                str(item["object_sha256"]),
+                {
+                    name: PlanObject(int(part["size"]), str(part["sha256"]))
+                    for name, part in item["objects"].items()
+                },
             )
             for symbol, item in body["plans"].items()
         },
@@ -350,14 +432,63 @@ def _from_body(body: Mapping[str, Any]) -> Manifest:
                 ),
                 bool(item["automatic"]),
                 bool(item["certified"]),
-                tuple(
-                    (ranges.parse(part["tokens"]), ranges.parse(part["requests"]))
-                    for part in item["extent"]
-                ),
+                extent,
             )
-            for item in body["cells"]
+            for item, extent in zip(body["cells"], _extents(body["cells"]), strict=True)
         ),
         inputs=str(body["inputs"]),
+    )
+
+
+def file_name(value: Any) -> str:
+    """The value, if it names a file of the pack's own directory: no path leads out of a pack."""
+    if not isinstance(value, str) or not _FILE.fullmatch(value):
+        raise ValueError(f"{value!r} is no name of a file in the pack")
+    return value
+
+
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+
+
+def _checked(manifest: Manifest) -> Manifest:
+    """The manifest, where what its cells name is in it; else ValueError or TypeError."""
+    for family, problems in manifest.problems.items():
+        for name, geometry in problems.items():
+            if not all(type(value) is int for value in geometry.values()):
+                raise ValueError(f"problem {name!r} of {family!r} is no geometry")
+    for plan in manifest.plans.values():
+        for part in ("sources", "tools"):
+            plan.key[part].items()
+    for group in manifest.groups:
+        if group.problem not in manifest.problems.get(group.family, {}):
+            raise ValueError(f"cells of problem {group.problem!r}, which has no geometry")
+        for use in group.uses:
+            if use.symbol not in manifest.plans:
+                raise ValueError(f"cells of plan {use.symbol!r}, which is not there")
+    return manifest
+
+
+def _extents(
+    items: Iterable[Mapping[str, Any]],
+) -> list[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]]:
+    """The extents of all groups; ValueError for cells that no catalog has, before any is counted
+    out.
+    """
+    extents, total = [], 0
+    for item in items:
+        extent = tuple([ranges.extent(p["tokens"], p["requests"]) for p in item["extent"]])
+        total = ranges.counted(total, extent)
+        extents.append(extent)
+    return extents
+
+
+def wrong_arch(pack: Manifest, directory: Path, arch: str) -> str | None:
+    """Why a pack is not what is looked for in its directory, or None."""
+    if pack.arch == arch:
+        return None
+    return (
+        f"{directory} holds a pack for {pack.arch}, not for {arch}; "
+        f"build it again: specplan build --arch {arch} --out {directory.parent}"
     )
 
 
@@ -377,12 +508,15 @@ def read(directory: Path) -> Manifest:
 
 def packs_under(root: Path) -> dict[str, Path]:
     """Pack directories by arch: the root itself, or the subdirectories that have a manifest."""
-    if (root / NAME).is_file():
-        try:
-            return {read(root).arch: root}
-        except ManifestError:
-            return {root.name: root}
-    if not root.is_dir():
+    try:
+        if (root / NAME).is_file():
+            try:
+                return {read(root).arch: root}
+            except ManifestError:
+                return {root.name: root}
+        if not root.is_dir():
+            return {}
+    except PermissionError:
         return {}
     return {path.parent.name: path.parent for path in sorted(root.glob(f"*/{NAME}"))}
 

@@ -5,10 +5,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import Any
 
 _ITEM = re.compile(r"(-?\d+)(?:\.\.(-?\d+)(?:/(\d+))?)?")
+
+#: The most that a cell may have of anything: requests, tokens, splits.
+MOST = 65536
+#: The most tokens per request that a cell may have.
+MOST_TOKENS = 1024
+#: More cells than this in one file is a slip of the pen, and would take minutes to read.
+MOST_CELLS = 2_000_000
 
 
 def parse(text: str | int) -> tuple[int, ...]:
@@ -33,12 +41,34 @@ def _parse(text: str) -> tuple[int, ...]:
         step = int(match[3]) if match[3] else 1
         if step < 1 or last < first:
             raise ValueError(f"{part.strip()!r} is an empty range")
-        if (last - first) // step >= 1_000_000:
+        if (last - first) // step + len(values) >= 1_000_000:
             raise ValueError(f"{part.strip()!r} has more than a million values")
         values.extend(range(first, last + 1, step))
     if len(set(values)) != len(values):
         raise ValueError(f"{text!r} names a value twice")
     return tuple(sorted(values))
+
+
+@lru_cache(maxsize=1 << 12)
+def extent(tokens: str | int, requests: str | int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens and requests of a product of cells; ValueError for what no cell can have."""
+    found = parse(tokens), parse(requests)
+    for values, most, what in zip(found, (MOST_TOKENS, MOST), ("tokens", "requests"), strict=True):
+        if values[0] < 1 or values[-1] > most:
+            raise ValueError(f"{what} {values[0]}..{values[-1]} are outside 1..{most}")
+    return found
+
+
+def counted(before: int, products: Iterable[Sequence[Any]]) -> int:
+    """How many cells a file has with these products, ``(tokens, requests, ...)`` each; ValueError
+    where that is more than any file has. It multiplies, and expands nothing.
+    """
+    total = before
+    for product in products:
+        total += len(product[0]) * len(product[1])
+    if total > MOST_CELLS:
+        raise ValueError(f"{total:,} cells, more than the {MOST_CELLS:,} that a file may have")
+    return total
 
 
 def spell(values: Iterable[int]) -> str:

@@ -87,6 +87,24 @@ class Reader:
             raise self.fail(node, f"{what} must be a non-empty text")
         return str(node.value).strip()
 
+    def boolean(self, node: yaml.Node, what: str) -> bool:
+        if not isinstance(node, yaml.ScalarNode) or node.value not in ("true", "false"):
+            raise self.fail(node, f"{what} must be true or false")
+        return bool(node.value == "true")
+
+    def words(self, node: yaml.Node, what: str) -> tuple[tuple[str, yaml.Node], ...]:
+        """One plain word or a list of them, each once, with the node that has it."""
+        nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        values: dict[str, yaml.Node] = {}
+        for item in nodes:
+            word = self.text(item, what)
+            if word in values:
+                raise self.fail(item, f"{what} names {word!r} twice")
+            values[word] = item
+        if not values:
+            raise self.fail(node, f"{what} is empty")
+        return tuple(values.items())
+
     def integer(self, node: yaml.Node, what: str, low: int, high: int) -> int:
         if not isinstance(node, yaml.ScalarNode) or node.tag != "tag:yaml.org,2002:int":
             raise self.fail(node, f"{what} must be an integer")

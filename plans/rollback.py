@@ -18,9 +18,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from specplan.plans.arch import Arch
 from specplan.plans.plan import Plan
+from specplan.plans.signature import Free, Op, Parameter, Rule, Scalar, Size, Tensor, vector
 
 MAX_PLANES = 64
 MAX_STATES = 64
@@ -410,3 +412,178 @@ def _rows_at_once(row_bytes: int) -> int:
 
 
 FAMILY = Rollback()
+
+
+# ----- the ops ------------------------------------------------------------------------------------
+
+_COMMON = (
+    Tensor("planes", "int64", ("planes", PLANE_FIELDS), (PLANE_FIELDS, 1), "plane table", align=8),
+    Tensor("pages", "index", ("rows",), (1,), "page of each verify row"),
+    Tensor("within", "index", ("rows",), (1,), "place of the row in its page"),
+    Tensor(
+        *("old", "uint8", ("held", "record"), (Free(VECTOR), 1)),
+        "snapshot, row r of a plane at its `record_offset`",
+        align=VECTOR,
+    ),
+    vector("pending", "int32", 1, "the snapshot's shares, 0: not pending", align=4, written=True),
+)
+_LAUNCH = (
+    Scalar("record_bytes", known=lambda c: c.layout.record_bytes),
+    Scalar("plane_count", known=lambda c: len(c.layout.planes)),
+    # With no splits a call is checked and nothing is launched.
+    Scalar("splits", launch="splits", idle=0),
+    Scalar("overlap", launch="overlap", idle=0),
+)
+_PARAMETERS = (
+    Parameter("layout", "Layout", about="from `describe`"),
+    Parameter("tokens", "int", about="rows of a request"),
+    *(Parameter(tensor.name, about=tensor.about) for tensor in _COMMON),
+)
+_INDEX = {"torch.int32": "int32", "torch.int64": "int64"}
+
+
+def _index_of(c: Any) -> str:
+    """The dtype of the page and row indices, by the name that a cell has for it."""
+    return _INDEX.get(str(c.pages.tensor.dtype), "")
+
+
+def _size(c: Any) -> Size:
+    # Ragged rows run the plan of the full batch.
+    requests = -(-c.pages.shape[0] // c.tokens)
+    return Size(tuple(c.layout.geometry.values()), _index_of(c), requests, c.tokens)
+
+
+def _snapshot(c: Any) -> str:
+    return (
+        f"{c.pages.shape[0]} rows of {len(c.layout.planes)} planes take records of "
+        f"{c.layout.record_bytes} bytes; the snapshot is {c.old.shape}, the plane table "
+        f"{c.planes.shape}"
+    )
+
+
+#: In what a call says alone, and in what a compiled function sees.
+_RULES = (
+    Rule(lambda c: c.given.tokens >= 1, "tokens is {c.given.tokens}, below 1", compiled=False),
+    Rule(
+        lambda c: _index_of(c) != "",
+        "pages are {c.pages.tensor.dtype}, expected torch.int32 or torch.int64",
+        reason="argument",
+        compiled=False,
+    ),
+    Rule(
+        lambda c: c.layout.geometry is not None,
+        "the planes have more than two row sizes",
+        reason="unknown_problem",
+        compiled=False,
+    ),
+    Rule(lambda c: c.old.shape[0] >= c.pages.shape[0], _snapshot, planned=True),
+    Rule(lambda c: c.old.shape[1] >= c.record_bytes, _snapshot, planned=True),
+    Rule(lambda c: c.planes.shape[0] == c.plane_count, _snapshot, planned=True),
+)
+
+
+def _op(
+    name: str,
+    tensors: tuple[Tensor, ...] = (),
+    scalars: tuple[Scalar, ...] = (),
+    rules: tuple[Rule, ...] = (),
+    **more: Any,
+) -> Op:
+    return Op(
+        "rollback",
+        name,
+        # Only a gather writes the snapshot.
+        tensors=(
+            *(
+                replace(t, written=t.written or (t.name == "old" and name == "gather"))
+                for t in _COMMON
+            ),
+            *tensors,
+        ),
+        scalars=(*scalars, *_LAUNCH),
+        parameters=(
+            *_PARAMETERS,
+            *(Parameter(t.name, optional=bool(t.stand_in), about=t.about) for t in tensors),
+        ),
+        # The compiled module refuses pages and tables of other ranks, so counts are enough.
+        key=("pages.get_device()", "layout.key", "pages.numel()", "tokens", "pages.dtype"),
+        size=_size,
+        rules=(*_RULES, *rules),
+        no_work=lambda p: p.pages.numel() == 0,
+        device="pages.get_device()",
+        idle={"planes": 1, "record": LINE, "splits": 1, "overlap": 0},
+        **more,
+    )
+
+
+def _commit_slots(c: Any) -> str:
+    if c.given.slots is None:
+        return "staged states and cursors need slots"
+    return f"{c.slots.shape[0]} slots for {c.accepted.shape[0]} requests"
+
+
+def _listed(name: str, extent: str, stand_in: str, about: str, **more: Any) -> Tensor:
+    return vector(name, "int32", extent, about, align=4, stand_in=stand_in, **more)
+
+
+OPS: Mapping[str, Op] = {
+    "gather": _op("gather"),
+    "restore": _op("restore", (vector("rejected", "int32", "rows", "not 0: the row goes back"),)),
+    "commit": _op(
+        "commit",
+        tensors=(
+            vector("accepted", "int32", "requests", "accepted tokens of each request", align=4),
+            _listed("row_requests", "listed", "none", "request of each row"),
+            _listed("row_ordinals", "listed", "none", "place of each row in its request"),
+            Tensor(
+                *("states", "int64", ("states", STATE_FIELDS), (STATE_FIELDS, 1), "state table"),
+                align=8,
+                stand_in="no_states",
+            ),
+            _listed("slots", "slots", "none", "state slot of each request"),
+            _listed("cursors", "cursors", "none", "replay cursors", written=True),
+        ),
+        scalars=(Scalar("tokens", expression="tokens if row_requests is None else 0"),),
+        absent={"none": ("int32", (0,)), "no_states": ("int64", (0, STATE_FIELDS))},
+        derived=(
+            ("row_count", lambda c: c.pages.shape[0]),
+            ("request_count", lambda c: c.accepted.shape[0]),
+        ),
+        rules=(
+            Rule(
+                lambda c: (c.given.row_requests is None) == (c.given.row_ordinals is None),
+                "row_requests and row_ordinals are given together or not at all",
+                compiled=False,
+            ),
+            Rule(lambda c: c.tokens >= 0, "tokens is {c.tokens}, below 0", planned=True),
+            Rule(
+                lambda c: (c.tokens > 0) | (c.row_requests.shape[0] >= c.row_count),
+                "the row lists are shorter than the {c.row_count} rows",
+                planned=True,
+            ),
+            Rule(
+                lambda c: ((c.tokens == 0) | (c.wide(c.request_count) * c.tokens == c.row_count)),
+                "{c.row_count} rows are not {c.tokens} tokens of {c.request_count} "
+                "requests; list them",
+                planned=True,
+            ),
+            Rule(
+                lambda c: (
+                    (c.slots.shape[0] == c.request_count)
+                    | (
+                        (c.slots.shape[0] == 0)
+                        & (c.states.shape[0] == 0)
+                        & (c.cursors.shape[0] == 0)
+                    )
+                ),
+                _commit_slots,
+                planned=True,
+            ),
+            Rule(
+                lambda c: c.states.shape[0] <= MAX_STATES,
+                f"{{c.states.shape[0]}} staged states, at most {MAX_STATES} fit one launch",
+                planned=True,
+            ),
+        ),
+    ),
+}

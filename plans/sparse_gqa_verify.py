@@ -23,10 +23,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import reduce
+from operator import and_
 from types import MappingProxyType
+from typing import Any
 
 from specplan.plans.arch import Arch
 from specplan.plans.plan import Plan
+from specplan.plans.signature import (
+    FREE,
+    Form,
+    Free,
+    Op,
+    Parameter,
+    Rule,
+    Scalar,
+    Size,
+    Tensor,
+    vector,
+)
 
 HEAD_DIM = 256
 #: Query rows of an MMA tile, and the most such tiles of a group: accumulators of more do not fit
@@ -349,3 +364,304 @@ class _SparseGqaVerify:
 
 
 FAMILY = _SparseGqaVerify()
+
+
+# ----- the op -------------------------------------------------------------------------------------
+
+#: Strides that are multiples of 16 bytes, but for the last.
+_WIDE = Free(16)
+#: The K/V formats as they are stored: dtype and elements of a row.
+_STORED = {
+    "bf16": ("bf16", HEAD_DIM),
+    "fp8_e4m3": ("fp8_e4m3", HEAD_DIM),
+    "nvfp4": ("uint8", HEAD_DIM // 2),
+}
+
+
+def _cache(name: str, about: str) -> tuple[Tensor, ...]:
+    return tuple(
+        Tensor(
+            *(name, dtype, ("P", "Hk", "T", width), (_WIDE, _WIDE, _WIDE, 1), about),
+            align=16,
+            bits=64,
+            forms=(form,),
+        )
+        for form, (dtype, width) in _STORED.items()
+    )
+
+
+def _block_scales(name: str, about: str) -> Tensor:
+    return Tensor(
+        *(name, "fp8_e4m3", ("P", "Hk", "T", HEAD_DIM // 16), (_WIDE, _WIDE, _WIDE, 1), about),
+        align=16,
+        bits=64,
+        forms=("nvfp4",),
+    )
+
+
+def _heads(name: str, about: str, **more: Any) -> Tensor:
+    return Tensor(
+        *(name, "bf16", ("N", "Hq", HEAD_DIM), (_WIDE, _WIDE, 1), about),
+        align=16,
+        bits=64,
+        **more,
+    )
+
+
+def _loose(name: str, shape: tuple[str, ...], about: str, **more: Any) -> Tensor:
+    return Tensor(name, "int32", shape, (FREE,) * len(shape), about, bits=64, **more)
+
+
+def _inputs(c: Any) -> dict[str, Any]:
+    """The spans of memory of what a call reads, by name."""
+    names = (
+        *("q", "k_cache", "v_cache", "k_block_scales", "v_block_scales", "k_scale", "v_scale"),
+        *("block_table", "selected_tokens", "request_indices", "valid_count", "query_positions"),
+        "output_gate",
+    )
+    tensors = {name: getattr(c, name, None) for name in names}
+    return {name: c.span(tensor) for name, tensor in tensors.items() if tensor is not None}
+
+
+def _disjoint(a: tuple[Any, Any], b: tuple[Any, Any]) -> Any:
+    return (a[0] >= b[1]) | (b[0] >= a[1])
+
+
+def _unfolded(c: Any) -> Any:
+    """No two indices of ``out`` mean one element: heads within rows, rows within heads, or one of
+    either.
+    """
+    rows, heads = c.wide(c.out.shape[0]), c.wide(c.out.shape[1])
+    row, head = c.wide(c.out.stride[0]), c.wide(c.out.stride[1])
+    one_head = (heads == 1) | (head >= HEAD_DIM)
+    nested = (row >= head * heads) & one_head
+    crossed = (head >= row * rows) & (row >= HEAD_DIM)
+    lone = (rows == 1) & one_head
+    headless = (heads == 1) & (row >= HEAD_DIM)
+    return nested | crossed | lone | headless
+
+
+def _needs(c: Any) -> str:
+    there = "none is given" if c.given.workspace is None else f"this one has {c.workspace.shape[0]}"
+    return f"the call needs a workspace of {c.words} words, {there}"
+
+
+def words_of(geometry: Mapping[str, int], requests: int, launch: Mapping[str, int]) -> int:
+    """:func:`workspace_words` of a launch by its parameters' names."""
+    return workspace_words(
+        geometry,
+        requests,
+        launch["tokens"],
+        launch["group_rows"],
+        launch["splits"],
+        launch["whole_units"],
+        launch["cluster"],
+    )
+
+
+def _size(c: Any) -> Size:
+    geometry = (c.q.shape[1], c.k_cache.shape[1], c.q.shape[2], c.k_cache.shape[2])
+    return Size(
+        (*geometry, c.selected_tokens.shape[1]),
+        c.form,
+        c.q.shape[0] // c.tokens,
+        c.tokens,
+        c.given.splits,
+    )
+
+
+_SPLIT = ("tokens", "group_rows", "splits", "whole_units", "cluster", "apart")
+
+OP = Op(
+    "sparse_gqa_verify",
+    "sparse_gqa_verify",
+    tensors=(
+        _heads("q", "queries of each row"),
+        *_cache("k_cache", "key pages"),
+        *_cache("v_cache", "value pages"),
+        _block_scales("k_block_scales", "of the keys, NVFP4"),
+        _block_scales("v_block_scales", "of the values, NVFP4"),
+        *(
+            vector(
+                name,
+                "fp32",
+                1,
+                "value = stored x block scale x this, FP8 and NVFP4",
+                bits=64,
+                forms=("fp8_e4m3", "nvfp4"),
+            )
+            for name in ("k_scale", "v_scale")
+        ),
+        _loose("block_table", ("B", "C"), "page of each `page_size` tokens, -1 for none"),
+        _loose("selected_tokens", ("N", "W"), "token positions, -1 for none, in any order"),
+        _loose("request_indices", ("N",), "row of the block table of each row"),
+        _loose("valid_count", ("N",), "entries of the list that count", stand_in="request_indices"),
+        _loose("query_positions", ("N",), "last position attended", stand_in="request_indices"),
+        _heads("output_gate", "before the sigmoid", stand_in="q", ranks=(2,)),
+        _heads("out", "every row is written", written=True),
+        vector(
+            "workspace",
+            "fp32",
+            "held",
+            "fp32 words, see `workspace`",
+            align=16,
+            written=True,
+            stand_in="nothing",
+        ),
+    ),
+    scalars=(
+        Scalar("softmax_scale", "float"),
+        *(
+            Scalar(f"use_{name}", expression=f"0 if {name} is None else 1")
+            for name in ("valid_count", "query_positions", "output_gate")
+        ),
+        Scalar("v_interleaved", expression="0 if v_scale_order is LINEAR else 1", forms=("nvfp4",)),
+        Scalar("requests", known=lambda c: c.q.shape[0] // c.given.tokens),
+        Scalar("q_heads", known=lambda c: c.q.shape[1]),
+        Scalar("kv_heads", known=lambda c: c.k_cache.shape[1]),
+        Scalar("page_size", known=lambda c: c.k_cache.shape[2]),
+        Scalar("width", known=lambda c: c.selected_tokens.shape[1]),
+        Scalar(
+            "words",
+            known=lambda c: words_of(
+                {"q_heads": c.q_heads, "kv_heads": c.kv_heads}, c.requests, c.launch
+            ),
+        ),
+        # With no splits a call is checked and nothing is launched.
+        *(Scalar(name, launch=name, idle=0 if name == "splits" else None) for name in _SPLIT),
+    ),
+    parameters=(
+        *(
+            Parameter(name)
+            for name in (
+                "q",
+                "k_cache",
+                "v_cache",
+                "block_table",
+                "selected_tokens",
+                "request_indices",
+                "out",
+            )
+        ),
+        Parameter("workspace", optional=True),
+        Parameter("tokens", "int", keyword=True, about="rows of a request"),
+        Parameter("softmax_scale", "float", keyword=True, about="finite and above 0, in fp32"),
+        *(
+            Parameter(name, optional=True, keyword=True)
+            for name in ("k_scale", "v_scale", "k_block_scales", "v_block_scales")
+        ),
+        Parameter("v_scale_order", "choice", True, True, "how the V block scales lie in a page"),
+        *(
+            Parameter(name, optional=True, keyword=True)
+            for name in ("valid_count", "query_positions", "output_gate")
+        ),
+        Parameter("splits", "int", True, True, "CTAs that share a unit; the rule's without it"),
+    ),
+    # The compiled function compares all sizes that the plan was picked for with the tensors'.
+    key=("q.get_device()", "q.numel()", "form", "tokens", "splits"),
+    size=_size,
+    rules=(
+        Rule(lambda c: c.tokens >= 1, "tokens is {c.tokens}, below 1"),
+        Rule(
+            lambda c: c.q.shape[0] % c.tokens == 0,
+            "{c.q.shape[0]} rows are no multiple of {c.tokens} tokens a request",
+            compiled=False,
+        ),
+        Rule(
+            lambda c: c.wide(c.requests) * c.tokens == c.q.shape[0],
+            "q has {c.q.shape[0]} rows, the plan is for {c.requests} x {c.tokens}",
+            planned=True,
+        ),
+        Rule(
+            lambda c: c.q.shape[1] == c.q_heads,
+            "q has {c.q.shape[1]} heads, the plan is for {c.q_heads}",
+            planned=True,
+        ),
+        Rule(
+            lambda c: c.k_cache.shape[1] == c.kv_heads,
+            "the caches have {c.k_cache.shape[1]} heads, the plan is for {c.kv_heads}",
+            planned=True,
+        ),
+        Rule(
+            lambda c: c.k_cache.shape[2] == c.page_size,
+            "pages have {c.k_cache.shape[2]} tokens, the plan is for {c.page_size}",
+            planned=True,
+        ),
+        Rule(
+            lambda c: c.selected_tokens.shape[1] == c.width,
+            "lists have {c.selected_tokens.shape[1]} entries, the plan is for {c.width}",
+            planned=True,
+        ),
+        *(
+            Rule(
+                condition,
+                "softmax_scale is {c.given.softmax_scale}, it must be finite and above 0 in fp32",
+                reason="argument",
+            )
+            for condition in (
+                lambda c: c.softmax_scale > 0.0,
+                lambda c: c.softmax_scale < float("inf"),
+            )
+        ),
+        Rule(
+            lambda c: (c.v_interleaved == 0) | (c.v_block_scales.stride[2] == HEAD_DIM // 16),
+            "interleaved V scales have token stride 16, these have {c.v_block_scales.stride[2]}",
+            reason="argument",
+            planned=True,
+            forms=("nvfp4",),
+        ),
+        Rule(lambda c: c.workspace.shape[0] >= c.words, _needs, planned=True),
+        Rule(
+            _unfolded,
+            "rows of out share memory, its strides are {c.out.stride}",
+            reason="argument",
+        ),
+        Rule(
+            lambda c: reduce(and_, [_disjoint(c.written, span) for span in c.inputs.values()]),
+            "out overlaps the memory of another argument",
+            reason="argument",
+        ),
+        Rule(
+            lambda c: (c.words == 0) | _disjoint(c.space, c.written),
+            "out overlaps the memory of another argument",
+            reason="argument",
+            planned=True,
+        ),
+        Rule(
+            lambda c: (
+                (c.words == 0)
+                | reduce(and_, [_disjoint(c.space, span) for span in c.inputs.values()])
+            ),
+            "the workspace overlaps the memory of another argument",
+            reason="argument",
+            planned=True,
+        ),
+    ),
+    derived=(
+        ("inputs", _inputs),
+        ("written", lambda c: c.span(c.out)),
+        ("space", lambda c: c.span(c.workspace)),
+    ),
+    no_work=lambda p: p.q.dim() == 3 and p.q.shape[0] == 0,
+    form=Form(
+        "k_cache",
+        {"bf16": "bf16", "fp8_e4m3": "fp8_e4m3", "uint8": "nvfp4"},
+        {"nvfp4": {"v_scale_order": ("LINEAR", "INTERLEAVED")}},
+    ),
+    absent={"nothing": ("fp32", (0,))},
+    # A row of no request, split in two and merged in memory.
+    idle={
+        "T": 4,
+        "page_size": 4,
+        "splits": 2,
+        "whole_units": 0,
+        "apart": 0,
+        "v_interleaved": 0,
+        **{f"use_{name}": 0 for name in ("valid_count", "query_positions", "output_gate")},
+        **dict.fromkeys(
+            ("held", "words"),
+            workspace_words({"q_heads": 1, "kv_heads": 1}, 1, 1, 1, 2, 0),
+        ),
+    },
+)
+OPS = {OP.name: OP}

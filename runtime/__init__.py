@@ -27,16 +27,19 @@ from specplan.errors import (
     PackCorruptError,
     PackNotFoundError,
     PackVersionError,
+    PackWarning,
+    Reason,
     RuntimeLibraryError,
     SpecplanError,
+    Uncertified,
     UncertifiedCell,
 )
 from specplan.plans.version import VERSION as __version__
-from specplan.uncertified import Reason, Uncertified
 
 if TYPE_CHECKING:
     from specplan import reference
-    from specplan.pack import Pack, load
+    from specplan.loading import load
+    from specplan.pack import Pack
 
 __all__ = [
     "ColdCaptureError",
@@ -47,6 +50,7 @@ __all__ = [
     "PackCorruptError",
     "PackNotFoundError",
     "PackVersionError",
+    "PackWarning",
     "Reason",
     "RuntimeLibraryError",
     "SpecplanError",
@@ -57,7 +61,7 @@ __all__ = [
     "reference",
 ]
 
-_LAZY = {"Pack": "specplan.pack", "load": "specplan.pack"}
+_LAZY = {"Pack": "specplan.pack", "load": "specplan.loading"}
 
 
 def __getattr__(name: str) -> Any:

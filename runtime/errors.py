@@ -1,13 +1,14 @@
-"""Everything that specplan raises on purpose. Each error has a reason code and says what was found
-and what mends it.
+"""Everything that specplan raises on purpose, and the falsy answer to a call that nothing certified
+covers. Each has a reason code and says what was found and what mends it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, Literal, NoReturn
 
-if TYPE_CHECKING:
-    from specplan.uncertified import Uncertified
+from specplan.plans.cell import Cell
 
 
 class SpecplanError(RuntimeError):
@@ -22,7 +23,7 @@ class SpecplanError(RuntimeError):
 
 
 class PackNotFoundError(SpecplanError):
-    """No pack for the wanted arch in any of the places searched."""
+    """No pack for the wanted arch in any of the places searched, or none that may be read."""
 
     reason = "pack_not_found"
 
@@ -34,15 +35,17 @@ class PackCorruptError(SpecplanError):
 
 
 class PackVersionError(SpecplanError):
-    """The pack and this installation do not fit together: schema, tvm-ffi, runtime library, host or
-    CPU.
+    """The pack and this installation do not fit together: schema, host, CPU, a symbol that tvm-ffi
+    or CUDA's runtime lacks.
     """
 
     reason = "pack_version"
 
 
 class RuntimeLibraryError(SpecplanError):
-    """``libcute_dsl_runtime.so`` or tvm-ffi is not there or cannot be loaded."""
+    """A library is not there or cannot be opened: torch, tvm-ffi, CUDA's runtime, or one of the
+    pack's own.
+    """
 
     reason = "runtime_library"
 
@@ -79,3 +82,87 @@ class UncertifiedCell(SpecplanError):
     def __init__(self, uncertified: Uncertified) -> None:
         super().__init__(str(uncertified), reason=uncertified.reason.value)
         self.uncertified = uncertified
+
+
+class PackWarning(UserWarning):
+    """A pack that loads, and that something is wrong with: cells that it marks certified and that
+    no certificate backs, or files that others may write.
+    """
+
+
+class Reason(str, Enum):
+    """Why a call was declined."""
+
+    #: The catalog has no such cell: requests, tokens, splits or dtype are outside what is claimed.
+    NOT_IN_CATALOG = "not_in_catalog"
+    #: The store widths, head counts ... are those of no problem in the catalog.
+    UNKNOWN_PROBLEM = "unknown_problem"
+    #: Built, but no certificate matches on this arch. ``specplan.load(candidates=True)`` runs it.
+    CANDIDATE = "candidate"
+    #: A tensor's shape, stride, dtype, alignment or device is not what the plan takes.
+    ARGUMENT = "argument"
+    #: A range that the call names does not lie inside its tensor.
+    RANGE = "range"
+    #: The tensors are on a device that no loaded pack is for.
+    DEVICE = "device"
+
+
+class Uncertified:
+    """A declined call: nothing was launched and nothing was written.
+
+    Falsy, so that ``if not pack.scatter(...)`` reads as what it is.
+
+    Attributes
+    ----------
+    family, arch
+        Which contract, and the arch of the device that was asked for (empty where the device has no
+        pack).
+    cell
+        The cell that the call came to, as far as it is known.
+    reason
+        A :class:`Reason`.
+    detail
+        What was found and what was expected, for people.
+    """
+
+    __slots__ = ("_nearest", "arch", "cell", "detail", "family", "reason")
+
+    def __init__(
+        self,
+        family: str,
+        arch: str,
+        reason: Reason,
+        detail: str,
+        cell: Cell | None = None,
+        nearest: Callable[[], Sequence[Cell]] | None = None,
+    ) -> None:
+        self.family = family
+        self.arch = arch
+        self.reason = reason
+        self.detail = detail
+        self.cell = cell
+        self._nearest = nearest
+
+    def __bool__(self) -> Literal[False]:
+        return False
+
+    @property
+    def nearest(self) -> Sequence[Cell]:
+        """The closest certified cells of the loaded pack; looked up when asked for, not on the
+        declined call.
+        """
+        return self._nearest() if self._nearest is not None else ()
+
+    def __call__(self, *arguments: Any, **named: Any) -> NoReturn:
+        """A declined ``bind`` is not a launch; calling it says why."""
+        raise UncertifiedCell(self)
+
+    def __str__(self) -> str:
+        text = f"{self.family} on {self.arch or 'an unknown arch'} declined: {self.detail}"
+        close = self.nearest
+        if close:
+            text += f"; nearest certified: {'; '.join(map(str, close))}"
+        return text
+
+    def __repr__(self) -> str:
+        return f"Uncertified({self.family!r}, reason={self.reason.value!r}, detail={self.detail!r})"

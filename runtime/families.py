@@ -9,19 +9,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from specplan.gather import Gather
 from specplan.gdn_replay import GdnReplay
+from specplan.op import LoadedPack
 from specplan.plans.manifest import PlanRecord
 from specplan.rollback import Rollback
 from specplan.scatter import Scatter
 from specplan.sparse_gqa_verify import SparseGqaVerify
 
-if TYPE_CHECKING:
-    from specplan.pack import Pack
-
 
 class RuntimeFamily(Protocol):
     """A family as an attribute of a pack: an op itself, or a holder of ops."""
 
-    def __call__(self, pack: Pack) -> Any:
+    def __call__(self, pack: LoadedPack) -> Any:
         """The family of one loaded pack."""
         ...
 
@@ -39,3 +37,16 @@ FAMILIES: Mapping[str, RuntimeFamily] = MappingProxyType(
         "sparse_gqa_verify": SparseGqaVerify,
     }
 )
+
+
+class Families:
+    """The families as attributes of a pack, for editors and type checkers. An op is a function at
+    run time; its class has the signature.
+    """
+
+    if TYPE_CHECKING:
+        scatter: Scatter
+        gather: Gather
+        rollback: Rollback
+        gdn_replay: GdnReplay
+        sparse_gqa_verify: SparseGqaVerify

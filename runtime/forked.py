@@ -3,31 +3,37 @@
 A CUDA context does not survive a fork: the driver answers a forked child with errors that name
 anything but the fork. So a child of a process that has used CUDA gets ops that raise
 :class:`~specplan.ForkedError` in the place of the ones it inherited. Nothing is asked on a call:
-the ops are exchanged once, in the child, by ``os.register_at_fork``.
+the functions of the ops are exchanged once, in the child, by ``os.register_at_fork``.
 """
 
 from __future__ import annotations
 
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 from weakref import WeakSet
 
 import torch
 from specplan.errors import ForkedError
 
-if TYPE_CHECKING:
-    from specplan.pack import Pack
 
-_PACKS: WeakSet[Pack] = WeakSet()
+class Closeable(Protocol):
+    """A loaded pack, as far as a fork is about it."""
+
+    _prepared: set[tuple[int, str]]
+
+    def _close(self) -> None: ...
+
+
+_PACKS: WeakSet[Closeable] = WeakSet()
 _LAUNCHES: WeakSet[partial[Any]] = WeakSet()
 
 
-def watch(pack: Pack) -> None:
+def watch(pack: Closeable) -> None:
     """Take notice of a pack; one that is loaded where CUDA cannot be used is closed at once."""
     _PACKS.add(pack)
     if inherited():
-        _close(pack)
+        pack._close()
 
 
 def watched(launch: partial[Any]) -> partial[Any]:
@@ -53,28 +59,11 @@ def refuse(*arguments: Any, **named: Any) -> NoReturn:
 def _in_child() -> None:
     used = [pack for pack in list(_PACKS) if inherited() or pack._prepared]
     for pack in used:
-        _close(pack)
+        pack._close()
     if used:
         for launch in list(_LAUNCHES):
             # functools.partial has it for pickle, and typeshed does not know.
             launch.__setstate__((refuse, (), {}, None))  # type: ignore[attr-defined]
-
-
-def _close(pack: Pack) -> None:
-    """Exchange the ops of a pack for ones that raise. What needs no GPU, like ``pick``, still
-    works.
-    """
-    from specplan.families import FAMILIES
-    from specplan.op import Op
-
-    pack.__dict__.update(prepare=refuse, _prepare=refuse, _of_device=refuse)
-    for name in FAMILIES:
-        family = getattr(pack, name)
-        for op in (family, *vars(family).values()):
-            if isinstance(op, Op):
-                kind = type(op)
-                closed = {"__call__": refuse, "require": refuse, "bind": refuse}
-                op.__class__ = type(kind.__name__, (kind,), closed)
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -4,100 +4,39 @@ kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
-from specplan import library
-from specplan.forked import watched
-from specplan.op import ARGUMENT_ERRORS, SHAPE_ERRORS, Op, no_launch
+from specplan.errors import Uncertified
+from specplan.op import LoadedPack, Op
 from specplan.plans import gdn_replay as plan
-from specplan.plans.gdn_replay import HEAD, WINDOW, CommitterError, Cursors, Pool
+from specplan.plans.gdn_replay import HEAD, OPS, CommitterError, Cursors, Pool
 from specplan.plans.manifest import PlanRecord
-from specplan.uncertified import Uncertified
+from specplan.plans.signature import Size
 
-if TYPE_CHECKING:
-    from specplan.pack import Pack as LoadedPack
-
-_STATE = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_SCALE = HEAD**-0.5
 #: Every so many requests above 64 are cells of each problem; ops whose rows are independent run as
 #: part of the next.
 _STEP = 8
 
 
 class _GdnOp(Op):
-    """A hot path reads sizes off the arguments, no shape. They and the key of the cursors, which
-    names geometry, dtype and device, come to a compiled function and its launch integers. That the
-    tensors have the shapes which those sizes mean, fit each other, and are on that device, is
-    checked by the compiled module.
+    """The key of the cursors names geometry, dtype and device. That the tensors have the shapes
+    which that means, fit each other, and are on that device, is checked by the compiled module.
     """
 
-    family = "gdn_replay"
+    names: ClassVar[Mapping[str, Any]] = {
+        "Cursors": Cursors,
+        "Pool": Pool,
+        "SCALE": HEAD**-0.5,
+        "MATERIALIZE": plan.MATERIALIZE,
+    }
 
-    def _first(
-        self,
-        key: tuple[Any, ...] | None,
-        cursors: Cursors,
-        requests: int,
-        tokens: int,
-        splits: int | None,
-        padded: bool,
-    ) -> Any:
-        """What a first call of its kind comes to: (compiled function, launch integers ...), or an
-        Uncertified. A call of no rows has None. Without a key it is not remembered.
-        """
-        if requests == 0:
-            return None
-        sizes = [requests]
-        if padded and requests % _STEP:
-            sizes.append(requests + _STEP - requests % _STEP)
-        device, geometry, dtype = cursors.device, cursors.geometry, cursors.dtype
-        answers = []
-        for size in sizes:
-            picked = self._chosen(device, geometry, dtype, size, tokens, splits)
-            answers.append(picked)
-            if not isinstance(picked, Uncertified):
-                break
-        if isinstance(picked, Uncertified):
-            return answers[0]
-        admitted = (picked.function, *picked.launch.values())
-        return admitted if key is None else self._remember(key, admitted)
-
-    def _launch(self, function: Any, arguments: tuple[Any, ...]) -> bool | Uncertified:
-        try:
-            function(*arguments)
-        except ARGUMENT_ERRORS as error:
-            return self._refused(error, _device(arguments[0]))
-        except Exception as error:
-            raise self._failed(error) from error
-        return True
-
-    def _fixed(
-        self,
-        function: Any,
-        tensors: tuple[Any, ...],
-        numbers: tuple[Any, ...],
-        skipped: Sequence[int],
-        written: Sequence[int] = (),
-    ) -> Any:
-        """A launch over these buffers, after the compiled module has agreed to them in a launch
-        whose row list (at ``skipped``) names no row, and whose outputs (at ``written``) are others.
-        """
-        try:
-            idle = list(tensors)
-            for at in skipped:
-                idle[at] = _alike(tensors[at]).fill_(-1)
-            for at in written:
-                idle[at] = _alike(tensors[at])
-        except (*SHAPE_ERRORS, RuntimeError) as error:
-            return self._refused(error, _device(tensors[0]))
-        agreed = self._launch(function, (*idle, *numbers))
-        if not agreed:
-            return agreed
-        convert = library.tvm_ffi().from_dlpack
-        return watched(partial(function, tensors[0], *map(convert, tensors[1:]), *numbers))
+    def size_for(self, size: Size) -> Sequence[Size]:
+        """The rows are independent, so they also run as part of the next multiple of eight."""
+        if size.requests % _STEP == 0:
+            return (size,)
+        return (size, size._replace(requests=size.requests + _STEP - size.requests % _STEP))
 
 
 class VerifyStep(_GdnOp):
@@ -105,7 +44,7 @@ class VerifyStep(_GdnOp):
     (see :class:`GdnReplay`).
     """
 
-    op = "verify"
+    declared = OPS["verify"]
 
     def __call__(
         self,
@@ -177,109 +116,31 @@ class VerifyStep(_GdnOp):
                 ops.verify.require(pool, q, k, v, a, b, A_log, dt_bias, slot, out)
             ops.advance.require(cursors, slot, n_acc, 4)
         """
-        try:
-            key = (q.numel(), slot.numel(), pool.cursors.verify_key, splits)
-            found = self._picked.get(key)
-            if found is None:
-                found = self._admit(pool, q, slot, splits)
-                if not found:
-                    return found is None or found
-            state, rec_u, rec_k, rec_G, hist_len, bank = pool.tensors
-        except SHAPE_ERRORS as error:
-            return self._refused(error)
-        function, ctas = found
-        try:
-            function(
-                q,
-                k,
-                v,
-                a,
-                b,
-                A_log,
-                dt_bias,
-                state,
-                rec_u,
-                rec_k,
-                rec_G,
-                hist_len,
-                bank,
-                slot,
-                out,
-                _SCALE if scale is None else scale,
-                ctas,
-            )
-        except ARGUMENT_ERRORS as error:
-            return self._refused(error, _device(q))
-        except Exception as error:
-            raise self._failed(error) from error
-        return True
+        raise NotImplementedError  # the function made from the declaration is what is called
 
-    def bind(self, *arguments: Any, **named: Any) -> Any:
-        """Check and convert the arguments once; returns ``launch()`` for these buffers, or a falsy
-        Uncertified.
+    def size_for(self, size: Size) -> Sequence[Size]:
+        """A verify runs its own cell alone."""
+        return (size,)
 
-        From here on the verify kernel commits the pool's cursors: if somebody else has claimed
-        them, CommitterError. Nothing of the caller's is written: the compiled module's checks are
-        asked with a launch in which every row is padding, into an output of its own. ``launch()``
-        commits as the call does, once a step (see there).
-        """
-        pool, *given, scale, splits = self._values(arguments, named)
-        q, k, v, a, b, A_log, dt_bias, slot, out = given
-        try:
-            found = self._admit(pool, q, slot, splits)
-        except SHAPE_ERRORS as error:
-            return self._refused(error)
-        if not found:
-            return no_launch if found is None else found
-        function, ctas = found
-        # The launch of no work has the same numbers, so the module sees these now.
-        numbers = (_SCALE if scale is None else scale, ctas)
-        tensors = (q, k, v, a, b, A_log, dt_bias, *pool.tensors, slot, out)
-        return self._fixed(function, tensors, numbers, (13,), (14,))
+    def may_launch(self, values: Mapping[str, Any]) -> None:
+        """The kernel commits, so nobody else may."""
+        values["pool"].cursors.check(plan.VERIFY)
 
-    def _admit(self, pool: Pool, q: torch.Tensor, slot: torch.Tensor, splits: int | None) -> Any:
-        """(compiled function, CTAs) of a verify that commits, an Uncertified, or None where there
-        are no rows.
-        """
-        cursors = pool.cursors
-        requests, tokens, _, _ = q.shape
-        key = (q.numel(), slot.numel(), cursors.key, splits)
-        found = self._picked.get(key)
-        if found is None:
-            # Of all shapes of these sizes the compiled module takes one; no other may leave its
-            # plan.
-            fits = q.shape == (slot.numel(), tokens, cursors.geometry[0], HEAD)
-            found = self._first(key if fits else None, cursors, requests, tokens, splits, False)
-        if found:
-            cursors.claim(plan.VERIFY)
-        return found
+    def launched(self, values: Mapping[str, Any]) -> None:
+        """From here on the verify kernel commits the pool's cursors."""
+        values["pool"].cursors.claim(plan.VERIFY)
 
     @classmethod
-    def idle_arguments(cls, record: PlanRecord, device: torch.device) -> tuple[Any, ...]:
+    def idle_argument(cls, name: str, record: PlanRecord, device: torch.device) -> Any:
+        """One head for each CTA."""
         spec = dict(record.spec)
-        bf16, zeros = torch.bfloat16, partial(torch.zeros, device=device)
-        cursors, pools = _idle_pool(_STATE[str(spec["state"])], device)
-        return (
-            zeros(1, 1, 1, HEAD, dtype=bf16),
-            zeros(1, 1, 1, HEAD, dtype=bf16),
-            zeros(1, 1, 2, HEAD, dtype=bf16),
-            zeros(1, 1, 2, dtype=bf16),
-            zeros(1, 1, 2, dtype=bf16),
-            zeros(2),
-            zeros(2),
-            *pools,
-            *cursors,
-            _no_row(device),
-            zeros(1, 1, 2, HEAD, dtype=bf16),
-            1.0,
-            HEAD // (spec["rows"] * spec["warps"]),
-        )
+        return HEAD // (int(spec["rows"]) * int(spec["warps"])) if name == "ctas" else None
 
 
 class Advance(_GdnOp):
     """Move the cursors by the accepted tokens, once a step (see :class:`GdnReplay`)."""
 
-    op = "advance"
+    declared = OPS["advance"]
 
     def __call__(
         self, cursors: Cursors, slot: torch.Tensor, n_acc: torch.Tensor, tokens: int
@@ -309,52 +170,13 @@ class Advance(_GdnOp):
 
             ops.advance.require(cursors, slot, n_acc, 4)
         """
-        try:
-            found = self._picked.get((slot.numel(), cursors.key, tokens))
-            if found is None:
-                found = self._admit(cursors, slot, tokens)
-                if not found:
-                    return found is None or found
-            hist_len, bank = cursors.tensors
-        except SHAPE_ERRORS as error:
-            return self._refused(error)
-        try:
-            found[0](hist_len, bank, slot, n_acc, tokens)
-        except ARGUMENT_ERRORS as error:
-            return self._refused(error, _device(slot))
-        except Exception as error:
-            raise self._failed(error) from error
-        return True
-
-    def bind(self, cursors: Cursors, slot: torch.Tensor, n_acc: torch.Tensor, tokens: int) -> Any:
-        """Check and convert the arguments once; returns ``launch()`` for these buffers, or a falsy
-        Uncertified. No cursor moves here.
-        """
-        try:
-            found = self._admit(cursors, slot, tokens)
-        except SHAPE_ERRORS as error:
-            return self._refused(error)
-        if not found:
-            return no_launch if found is None else found
-        tensors = (*cursors.tensors, slot, n_acc)
-        return self._fixed(found[0], tensors, (tokens,), (2,))
-
-    def _admit(self, cursors: Cursors, slot: torch.Tensor, tokens: int) -> Any:
-        """(compiled function,), an Uncertified, or None where there are no rows."""
-        key = (slot.numel(), cursors.key, tokens)
-        found = self._picked.get(key)
-        return found or self._first(key, cursors, slot.numel(), tokens, None, True)
-
-    @classmethod
-    def idle_arguments(cls, record: PlanRecord, device: torch.device) -> tuple[Any, ...]:
-        none = torch.zeros(1, dtype=torch.int32, device=device)
-        return (none, none.clone(), _no_row(device), none.clone(), 1)
+        raise NotImplementedError  # the function made from the declaration is what is called
 
 
 class Reset(_GdnOp):
     """Empty the history of slots (see :class:`GdnReplay`)."""
 
-    op = "reset"
+    declared = OPS["reset"]
 
     def __call__(self, cursors: Cursors, slot: torch.Tensor) -> bool | Uncertified:
         """Launch on torch's current stream: hist_len and bank become 0 at ``slot`` (int32 [N], any
@@ -365,44 +187,13 @@ class Reset(_GdnOp):
 
             ops.reset.require(cursors, new_slots)
         """
-        try:
-            found = self._admit(cursors, slot)
-            if not found:
-                return found is None or found
-            hist_len, bank = cursors.tensors
-        except SHAPE_ERRORS as error:
-            return self._refused(error)
-        return self._launch(found[0], (hist_len, bank, slot))
-
-    def bind(self, cursors: Cursors, slot: torch.Tensor) -> Any:
-        """Check and convert the arguments once; returns ``launch()`` for these buffers, or a falsy
-        Uncertified. Nothing is reset here.
-        """
-        try:
-            found = self._admit(cursors, slot)
-        except SHAPE_ERRORS as error:
-            return self._refused(error)
-        if not found:
-            return no_launch if found is None else found
-        return self._fixed(found[0], (*cursors.tensors, slot), (), (2,))
-
-    def _admit(self, cursors: Cursors, slot: torch.Tensor) -> Any:
-        """(compiled function,), an Uncertified, or None where there are no rows."""
-        key = (slot.numel(), cursors.key)
-        found = self._picked.get(key)
-        # The cells of one token are the ones that run reset and materialize at full size.
-        return found or self._first(key, cursors, slot.numel(), 1, None, True)
-
-    @classmethod
-    def idle_arguments(cls, record: PlanRecord, device: torch.device) -> tuple[Any, ...]:
-        none = torch.zeros(1, dtype=torch.int32, device=device)
-        return (none, none.clone(), _no_row(device))
+        raise NotImplementedError  # the function made from the declaration is what is called
 
 
 class Materialize(_GdnOp):
     """Write the state after a prefix of the history into a slot (see :class:`GdnReplay`)."""
 
-    op = "materialize"
+    declared = OPS["materialize"]
 
     def __call__(
         self, pool: Pool, src: torch.Tensor, dst: torch.Tensor, count: torch.Tensor
@@ -436,44 +227,17 @@ class Materialize(_GdnOp):
 
             ops.materialize.require(pool, slot, cache_slot, hist_len_of_the_prefix)
         """
-        try:
-            found = self._admit(pool, src, dst)
-            if not found:
-                return found is None or found
-            state, rec_u, rec_k, rec_G, _, bank = pool.tensors
-        except SHAPE_ERRORS as error:
-            return self._refused(error)
-        return self._launch(found[0], (state, rec_u, rec_k, rec_G, bank, src, dst, count))
+        raise NotImplementedError  # the function made from the declaration is what is called
 
-    def bind(self, pool: Pool, src: torch.Tensor, dst: torch.Tensor, count: torch.Tensor) -> Any:
-        """Check and convert the arguments once; returns ``launch()`` for these buffers, or a falsy
-        Uncertified. No checkpoint is written here; errors as for the call.
-        """
-        try:
-            found = self._admit(pool, src, dst)
-        except SHAPE_ERRORS as error:
-            return self._refused(error)
-        if not found:
-            return no_launch if found is None else found
-        tensors = (*pool.tensors[:4], pool.tensors[5], src, dst, count)
-        return self._fixed(found[0], tensors, (), (5, 6))
+    def may_launch(self, values: Mapping[str, Any]) -> None:
+        """Folding in place commits, so nobody else may."""
+        if values["dst"].data_ptr() == values["src"].data_ptr():
+            values["pool"].cursors.check(plan.MATERIALIZE)
 
-    def _admit(self, pool: Pool, src: torch.Tensor, dst: torch.Tensor) -> Any:
-        """(compiled function,), an Uncertified, or None where there are no rows."""
-        cursors = pool.cursors
-        key = (src.numel(), cursors.key)
-        found = self._picked.get(key)
-        if found is None:
-            found = self._first(key, cursors, src.numel(), 1, None, True)
-        if found and dst.data_ptr() == src.data_ptr():
-            cursors.claim(plan.MATERIALIZE)
-        return found
-
-    @classmethod
-    def idle_arguments(cls, record: PlanRecord, device: torch.device) -> tuple[Any, ...]:
-        cursors, pools = _idle_pool(_STATE[str(dict(record.spec)["state"])], device)
-        count = torch.zeros(1, dtype=torch.int32, device=device)
-        return (*pools, cursors[1], _no_row(device), _no_row(device), count)
+    def launched(self, values: Mapping[str, Any]) -> None:
+        """From here on folding in place is what commits, if that is what was done."""
+        if values["dst"].data_ptr() == values["src"].data_ptr():
+            values["pool"].cursors.claim(plan.MATERIALIZE)
 
 
 class GdnReplay:
@@ -504,47 +268,16 @@ class GdnReplay:
     CommitterError = CommitterError
 
     _OPS: ClassVar[dict[str, type[_GdnOp]]] = {
-        each.op: each for each in (VerifyStep, Advance, Materialize, Reset)
+        each.declared.name: each for each in (VerifyStep, Advance, Materialize, Reset)
     }
 
     def __init__(self, pack: LoadedPack) -> None:
-        self.verify = VerifyStep(pack)
-        self.advance = Advance(pack)
-        self.materialize = Materialize(pack)
-        self.reset = Reset(pack)
+        self.verify: VerifyStep = VerifyStep(pack).call
+        self.advance: Advance = Advance(pack).call
+        self.materialize: Materialize = Materialize(pack).call
+        self.reset: Reset = Reset(pack).call
 
     @classmethod
     def idle_arguments(cls, record: PlanRecord, device: torch.device) -> tuple[Any, ...]:
         """A launch over one padding row, with buffers of its own: it changes nothing else."""
         return cls._OPS[record.op].idle_arguments(record, device)
-
-
-def _idle_pool(
-    state: torch.dtype, device: torch.device
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """The cursors and pools of one slot with two value heads of one key head."""
-    zeros = partial(torch.zeros, device=device)
-    cursors = (zeros(1, dtype=torch.int32), zeros(1, dtype=torch.int32))
-    return cursors, (
-        zeros(1, 2, HEAD, HEAD, dtype=state),
-        zeros(1, 2, 2, WINDOW, HEAD, dtype=torch.bfloat16),
-        zeros(1, 1, 2, WINDOW, HEAD, dtype=torch.bfloat16),
-        zeros(1, 2, 2, WINDOW),
-    )
-
-
-def _no_row(device: torch.device) -> torch.Tensor:
-    return torch.full((1,), -1, dtype=torch.int32, device=device)
-
-
-def _alike(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory of its own with the dtype, shape, strides and 16-byte alignment of a tensor."""
-    item = tensor.element_size()
-    shift = tensor.data_ptr() % 16 // item
-    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    storage = torch.empty(shift + reach + 1, dtype=tensor.dtype, device=tensor.device)
-    return storage.as_strided(tensor.shape, tensor.stride(), shift)
-
-
-def _device(tensor: Any) -> int:
-    return tensor.get_device() if isinstance(tensor, torch.Tensor) else -1

@@ -4,21 +4,16 @@ back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
-from specplan.op import ARGUMENT_ERRORS, CALL_ERRORS, SHAPE_ERRORS, Op, no_launch
+from specplan.errors import Uncertified
+from specplan.op import LoadedPack, Op
 from specplan.plans import rollback as plan
 from specplan.plans.manifest import PlanRecord
-from specplan.plans.rollback import Layout
-from specplan.uncertified import Reason, Uncertified
-
-if TYPE_CHECKING:
-    from specplan.pack import Pack
-
-_INDEX = {torch.int32: "int32", torch.int64: "int64"}
+from specplan.plans.rollback import OPS, Layout
 
 
 def describe(planes: Sequence[torch.Tensor]) -> tuple[Layout, torch.Tensor]:
@@ -100,90 +95,17 @@ def _upload(table: list[list[int]], device: torch.device) -> torch.Tensor:
 
 
 class _RollbackOp(Op):
-    family = "rollback"
+    names: ClassVar[Mapping[str, Any]] = {"Layout": Layout}
 
-    def _find(
-        self,
-        layout: Layout,
-        tokens: int,
-        planes: torch.Tensor,
-        pages: torch.Tensor,
-        old: torch.Tensor,
-    ) -> Any:
-        """What a call comes to, its ranges checked: the compiled function and the last of its
-        integers (record bytes, planes, splits, overlap); an Uncertified; None if there are no rows.
-        """
-        try:
-            rows = pages.numel()
-            if rows == 0:
-                return None
-            # The compiled module refuses pages and tables of other ranks, so counts are enough.
-            key = (pages.get_device(), layout.key, rows, tokens, pages.dtype)
-            found = self._picked.get(key)
-            if found is None:
-                found = self._first(key, layout)
-                if not found:
-                    return found
-            held, width = old.shape
-            if held >= rows and width >= found[1] and planes.shape[0] == found[2]:
-                return found
-        except SHAPE_ERRORS as error:
-            return self._refused(error)
-        return self._declined(
-            Reason.RANGE,
-            f"{rows} rows of {len(layout.planes)} planes take records of {layout.record_bytes} "
-            f"bytes; "
-            f"the snapshot is {tuple(old.shape)}, the plane table {tuple(planes.shape)}",
-            key[0],
-        )
-
-    def _first(self, key: tuple[Any, ...], layout: Layout) -> Any:
-        device, _, rows, tokens, dtype = key
-        if tokens < 1:
-            return self._declined(Reason.RANGE, f"tokens is {tokens}, below 1", device)
-        if dtype not in _INDEX:
-            detail = f"pages are {dtype}, expected torch.int32 or torch.int64"
-            return self._declined(Reason.ARGUMENT, detail, device)
-        if layout.geometry is None:
-            return self._declined(
-                Reason.UNKNOWN_PROBLEM, "the planes have more than two row sizes", device
-            )
-        # Ragged rows run the plan of the full batch.
-        requests = -(-rows // tokens)
-        geometry = tuple(layout.geometry.values())
-        picked = self._chosen(device, geometry, _INDEX[dtype], requests, tokens)
-        if isinstance(picked, Uncertified):
-            return picked
-        launch = (picked.launch["splits"], picked.launch["overlap"])
-        return self._remember(
-            key, (picked.function, layout.record_bytes, len(layout.planes), *launch)
-        )
-
-    def _retried(
-        self, error: Exception, found: Any, tensors: tuple[torch.Tensor, ...], *tokens: int
-    ) -> bool | Uncertified:
-        """A call that its hot path could not make, by what :meth:`_find` says of it now."""
-        if found is None:
-            return True
-        if not found:
-            return found  # type: ignore[no-any-return]
-        if isinstance(error, ARGUMENT_ERRORS):
-            return self._refused(error, tensors[1].get_device())
-        function, *integers = found
-        answer = self._launched(function, tensors, (), (*tokens, *integers))
-        return answer if isinstance(answer, Uncertified) else True
-
-    def _held(self, found: Any, tensors: tuple[torch.Tensor, ...], *tokens: int) -> Any:
-        """The bound launch of a call; the compiled module is asked with no splits, which launches
-        nothing.
-        """
-        if found is None:
-            return no_launch
-        if not found:
-            return found
-        function, record, planes, *launch = found
-        known = (*tokens, record, planes)
-        return self._bound(function, tensors, (*known, *launch), (*known, 0, 0))
+    @classmethod
+    def idle_argument(cls, name: str, record: PlanRecord, device: torch.device) -> Any:
+        """One row of a plane without pages: whatever its table says, nothing is moved."""
+        if name not in ("planes", "record_bytes"):
+            return None
+        nowhere = plan.layout([plan.plane(plan.VECTOR, 16, 16, 0, 1, 16)])
+        if name == "record_bytes":
+            return nowhere.record_bytes
+        return torch.tensor(nowhere.table(), device=device)
 
 
 class SaveRows(_RollbackOp):
@@ -191,7 +113,7 @@ class SaveRows(_RollbackOp):
     :class:`Rollback`).
     """
 
-    op = "gather"
+    declared = OPS["gather"]
 
     def __call__(
         self,
@@ -226,23 +148,7 @@ class SaveRows(_RollbackOp):
         True, or a falsy :class:`~specplan.Uncertified`; then nothing was launched. No rows: True.
 
         """
-        try:
-            function, *integers = self._picked[
-                pages.get_device(), layout.key, pages.numel(), tokens, pages.dtype
-            ]
-            function(planes, pages, within, old, pending, *integers)
-        except CALL_ERRORS as error:
-            found = self._find(layout, tokens, planes, pages, old)
-            return self._retried(error, found, (planes, pages, within, old, pending))
-        return True
-
-    def bind(self, *arguments: Any, **named: Any) -> Any:
-        """Check and convert the arguments of a call once; returns ``launch()`` for these buffers,
-        or a falsy Uncertified.
-        """
-        layout, tokens, *tensors = self._values(arguments, named)
-        planes, pages, _, old = tensors[:4]
-        return self._held(self._find(layout, tokens, planes, pages, old), tuple(tensors))
+        raise NotImplementedError  # the function made from the declaration is what is called
 
 
 class RestoreRows(_RollbackOp):
@@ -250,7 +156,7 @@ class RestoreRows(_RollbackOp):
     :class:`Rollback`).
     """
 
-    op = "restore"
+    declared = OPS["restore"]
 
     def __call__(
         self,
@@ -269,23 +175,7 @@ class RestoreRows(_RollbackOp):
         ``rejected`` is int32 [rows]; the other parameters and the answer are those of ``gather``.
         Does nothing unless the snapshot is pending.
         """
-        try:
-            function, *integers = self._picked[
-                pages.get_device(), layout.key, pages.numel(), tokens, pages.dtype
-            ]
-            function(planes, pages, within, old, pending, rejected, *integers)
-        except CALL_ERRORS as error:
-            found = self._find(layout, tokens, planes, pages, old)
-            return self._retried(error, found, (planes, pages, within, old, pending, rejected))
-        return True
-
-    def bind(self, *arguments: Any, **named: Any) -> Any:
-        """Check and convert the arguments of a call once; returns ``launch()`` for these buffers,
-        or a falsy Uncertified.
-        """
-        layout, tokens, *tensors = self._values(arguments, named)
-        planes, pages, _, old = tensors[:4]
-        return self._held(self._find(layout, tokens, planes, pages, old), tuple(tensors))
+        raise NotImplementedError  # the function made from the declaration is what is called
 
 
 class Commit(_RollbackOp):
@@ -293,11 +183,7 @@ class Commit(_RollbackOp):
     :class:`Rollback`).
     """
 
-    op = "commit"
-
-    def __init__(self, pack: Pack) -> None:
-        super().__init__(pack)
-        self._absent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    declared = OPS["commit"]
 
     def __call__(
         self,
@@ -337,96 +223,7 @@ class Commit(_RollbackOp):
         cursors
             int32 [slots]: ``cursors[slots[g]] = max(n - 1, 0)``.
         """
-        # What is left out is empty; the compiled function refuses what does not fit together.
-        try:
-            device = pages.get_device()
-            function, *integers = self._picked[
-                device, layout.key, pages.numel(), tokens, pages.dtype
-            ]
-            none, no_states = self._absent[device]
-            function(
-                planes,
-                pages,
-                within,
-                old,
-                pending,
-                accepted,
-                none if row_requests is None else row_requests,
-                none if row_ordinals is None else row_ordinals,
-                no_states if states is None else states,
-                none if slots is None else slots,
-                none if cursors is None else cursors,
-                tokens if row_requests is None else 0,
-                *integers,
-            )
-        except CALL_ERRORS as error:
-            optional = (row_requests, row_ordinals, states, slots, cursors)
-            given = (planes, pages, within, old, pending, accepted)
-            return self._retried(error, *self._checked(layout, tokens, given, optional))
-        return True
-
-    def bind(self, *arguments: Any, **named: Any) -> Any:
-        """Check and convert the arguments of a call once; returns ``launch()`` for these buffers,
-        or a falsy Uncertified.
-        """
-        values = self._values(arguments, named)
-        layout, tokens = values[:2]
-        return self._held(*self._checked(layout, tokens, values[2:8], values[8:]))
-
-    def _checked(
-        self,
-        layout: Layout,
-        tokens: int,
-        given: tuple[torch.Tensor, ...],
-        optional: tuple[torch.Tensor | None, ...],
-    ) -> tuple[Any, tuple[torch.Tensor, ...], int]:
-        """What :meth:`_find` says, with what commits check beside it; all tensors in the compiled
-        order; and the rows of a request, 0 where they are listed.
-        """
-        planes, pages, _, old, _, accepted = given
-        row_requests, row_ordinals, states, slots, cursors = optional
-        found = self._find(layout, tokens, planes, pages, old)
-        if not found:
-            return found, given, 0
-        device = pages.get_device()
-        try:
-            rows, requests = pages.numel(), accepted.numel()
-            listed = row_requests is not None
-            slotted = 0 if slots is None else slots.numel()
-            staged = any(t is not None and t.numel() for t in (states, cursors))
-            wrong = None
-            if listed != (row_ordinals is not None):
-                wrong = "row_requests and row_ordinals are given together or not at all"
-            elif listed and min(row_requests.numel(), row_ordinals.numel()) < rows:  # type: ignore[union-attr]
-                wrong = f"the row lists are shorter than the {rows} rows"
-            elif not listed and rows != requests * tokens:
-                wrong = f"{rows} rows are not {tokens} tokens of {requests} requests; list them"
-            elif slotted != requests and slots is None and staged:
-                wrong = "staged states and cursors need slots"
-            elif slotted != requests and (slotted or staged):
-                wrong = f"{slotted} slots for {requests} requests"
-            elif states is not None and states.numel() > plan.MAX_STATES * plan.STATE_FIELDS:
-                count = states.numel() // plan.STATE_FIELDS
-                wrong = f"{count} staged states, at most {plan.MAX_STATES} fit one launch"
-        except SHAPE_ERRORS as error:
-            return self._refused(error, device), given, 0
-        if wrong is not None:
-            return self._declined(Reason.RANGE, wrong, device), given, 0
-        none, no_states = self._nothing_of(device)
-        absent = (none, none, no_states, none, none)
-        filled = (
-            there if each is None else each for each, there in zip(optional, absent, strict=True)
-        )
-        return found, (*given, *filled), 0 if listed else tokens
-
-    def _nothing_of(self, device: int) -> tuple[torch.Tensor, torch.Tensor]:
-        absent = self._absent.get(device)
-        if absent is None:
-            absent = self._absent[device] = (
-                torch.empty(0, dtype=torch.int32, device=device),
-                torch.empty(0, plan.STATE_FIELDS, dtype=torch.int64, device=device),
-            )
-        return absent
+        raise NotImplementedError  # the function made from the declaration is what is called
 
 
 class Rollback:
@@ -451,29 +248,18 @@ class Rollback:
     describe = staticmethod(describe)
     describe_states = staticmethod(describe_states)
 
-    def __init__(self, pack: Pack) -> None:
-        self.gather = SaveRows(pack)
-        self.restore = RestoreRows(pack)
-        self.commit = Commit(pack)
+    _OPS: ClassVar[dict[str, type[_RollbackOp]]] = {
+        each.declared.name: each for each in (SaveRows, RestoreRows, Commit)
+    }
+
+    def __init__(self, pack: LoadedPack) -> None:
+        self.gather: SaveRows = SaveRows(pack).call
+        self.restore: RestoreRows = RestoreRows(pack).call
+        self.commit: Commit = Commit(pack).call
 
     @classmethod
     def idle_arguments(cls, record: PlanRecord, device: torch.device) -> tuple[Any, ...]:
         """A launch over one row of a plane without pages, with a snapshot of its own: it changes
         nothing else.
         """
-        index = getattr(torch, dict(record.spec)["index"])
-
-        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        old = empty(1, plan.LINE, dtype=torch.uint8)
-        nowhere = plan.layout([plan.plane(old.data_ptr(), 16, 16, 0, 1, 16)])
-        table = torch.tensor(nowhere.table(), device=device)
-        common = (table, empty(1, dtype=index), empty(1, dtype=index), old, empty(1))
-        integers = (nowhere.record_bytes, 1, 1, 0)
-        if record.op == "gather":
-            return (*common, *integers)
-        if record.op == "restore":
-            return (*common, empty(1), *integers)
-        states = empty(0, plan.STATE_FIELDS, dtype=torch.int64)
-        return (*common, empty(1), empty(0), empty(0), states, empty(0), empty(0), 1, *integers)
+        return cls._OPS[record.op].idle_arguments(record, device)

@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from specplan.plans import certificates, manifest
-from specplan.plans.certificates import Certificate, CertifiedCell, CertifiedPlan, Result
+from specplan.plans.certificates import (
+    EVERY_OUTPUT,
+    Certificate,
+    CertifiedCell,
+    CertifiedPlan,
+    Output,
+    Tally,
+    group_cells,
+    join_tallies,
+)
 from specplan.plans.manifest import Manifest
 
 ARCH = "sm_90a"
@@ -83,12 +92,18 @@ def command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "specplan.tools.cli", *map(str, arguments)]
 
 
+#: What a made-up certificate says was compared.
+MADE_UP = Output("all tensors", "elements that differ", 0.0, "made up")
+
 #: Runs the command line: ``cli("verify", "--packs", root)``.
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def run(
-    arguments: list[str], cwd: Path | None = None, env: Mapping[str, str] | None = None
+    arguments: list[str],
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 300,
 ) -> subprocess.CompletedProcess[str]:
     """A command with this environment and ``env``, its output as text."""
     return subprocess.run(
@@ -97,7 +112,7 @@ def run(
         env={**os.environ, **(env or {})},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout,
         check=False,
     )
 
@@ -116,7 +131,7 @@ def build(place: Path, catalog: str, *options: str | Path) -> str:
 def whole(root: Path, arch: str = ARCH) -> Manifest:
     """The manifest of a pack whose every object is there with the bytes that it names."""
     pack = manifest.read(root / arch)
-    wrong = [manifest.check_object(root / arch, record) for record in pack.objects.values()]
+    wrong = [manifest.check_object(root / arch, record) for _, _, record in pack.libraries()]
     assert wrong and not any(wrong), wrong
     return pack
 
@@ -146,7 +161,7 @@ def tree(to: Path) -> Path:
         source = Path(package.__file__ or "").resolve().parent
         for path in source.rglob("*"):
             inside = path.relative_to(source)
-            if path.suffix in (".py", ".yaml") and path.is_file():
+            if path.suffix in (".c", ".py", ".yaml") and path.is_file():
                 if not name and inside.parts[0] in rooms:
                     continue
                 target = to / "specplan" / name / inside
@@ -165,33 +180,50 @@ def certify(directory: Path) -> None:
     """Give a pack a certificate of its own bits for the cells up to ``CERTIFIED_REQUESTS``
     requests.
     """
-    from specplan.tools.build.pipeline import restamp
+    from specplan.tools.marking import restamp
 
     pack = manifest.read(directory)
-    for family in pack.objects:
-        cells = tuple(
+    for family in pack.families:
+        cells = [
             CertifiedCell(
                 *(cell.problem, cell.dtype, cell.splits, cell.tokens, cell.requests),
-                group.uses,
-                Result("elements that differ", 0.0, 0.0, 1),
+                *(group.uses, 1),
             )
             for cell, group in pack.cells(family)
             if cell.requests <= CERTIFIED_REQUESTS
-        )
+        ]
         symbols = {use.symbol for cell in cells for use in cell.uses}
-        plans = {
-            symbol: CertifiedPlan(plan.device_code, plan.host_code, plan.signature)
-            for symbol, plan in pack.plans.items()
-            if symbol in symbols
-        }
-        sources = next(pack.plans[symbol].key["sources"] for symbol in symbols)
-        text = certificates.dumps(
-            Certificate(
-                *(family, pack.arch, {"name": "made up for tests"}, "2026-01-01"),
-                *(pack.tools, sources, ("none",), pack.problems[family], plans, cells),
-            )
-        )
+        major, minor = pack.capability
         path = directory / "certificates" / pack.arch / f"{family}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        certificates.write(
+            path,
+            Certificate(
+                family=family,
+                arch=pack.arch,
+                tools=pack.tools,
+                sources=next(pack.plans[symbol].key["sources"] for symbol in symbols),
+                problems=pack.problems[family],
+                plans={
+                    symbol: CertifiedPlan(plan.device_code, plan.host_code, plan.signature)
+                    for symbol, plan in pack.plans.items()
+                    if symbol in symbols
+                },
+                groups=group_cells(cells),
+                device={
+                    "name": "made up for tests",
+                    "capability": f"{major}.{minor}",
+                    "sm_count": 1,
+                    "driver": "none",
+                },
+                date="2026-01-01",
+                suite=("none",),
+                recorded=EVERY_OUTPUT,
+                tallies=join_tallies(
+                    Tally(MADE_UP, 1, {use.symbol: {cell.problem: 0.0}})
+                    for cell in cells
+                    for use in cell.uses
+                ),
+            ),
+        )
     restamp(directory, [])

@@ -18,9 +18,19 @@ from specplan.plans import catalog as catalogs
 from specplan.plans import certificates, device_code, manifest
 from specplan.plans.catalog import Catalog
 from specplan.plans.cell import Cell
-from specplan.plans.certificates import Certificate, CertifiedCell, CertifiedPlan, Result
+from specplan.plans.certificates import (
+    EVERY_OUTPUT,
+    Certificate,
+    CertifiedCell,
+    CertifiedPlan,
+    Output,
+    Tally,
+    group_cells,
+    join_tallies,
+)
 from specplan.plans.coverage import is_certified, uses_of
-from specplan.plans.manifest import Manifest, ObjectRecord, PlanRecord
+from specplan.plans.hosts import HOSTS
+from specplan.plans.manifest import HostRecord, Manifest, ObjectRecord, PlanObject, PlanRecord
 
 #: On each arch 20 scatter cells of 2 plans and 12 gather cells of 3; certified on sm_90a alone.
 CATALOG = """\
@@ -75,6 +85,7 @@ families:
 """
 
 SOURCES = {"specplan.kernels.{family}.kernel": "5" * 64, "specplan.plans.plan": "6" * 64}
+HOST = "x86_64"
 TOOLS = {"apache-tvm-ffi": "0.1.15.post2", "nvidia-cutlass-dsl": "4.8.1"}
 DEVICE = {"name": "Device nine", "capability": "9.0", "sm_count": 132, "driver": "580.0"}
 
@@ -156,20 +167,18 @@ def pack(
                 hashlib.sha256(b"host " + symbol.encode()).hexdigest(),
                 32,
                 0,
-                len(code),
-                hashlib.sha256(code).hexdigest(),
+                {HOST: PlanObject(len(code), hashlib.sha256(code).hexdigest())},
             )
         sha256 = hashlib.sha256(data).hexdigest()
-        record = ObjectRecord(f"{family}-{sha256[:16]}.so", len(data), sha256, "1" * 64, ("avx",))
+        record = ObjectRecord(f"{family}-{HOST}-{sha256[:16]}.so", len(data), sha256, "1" * 64)
         (directory / record.file).write_bytes(data)
         objects[family] = record
     bare = Manifest(
         arch,
         claims.archs[arch].capability,
         "0.1.0",
-        {**TOOLS, "linker": "GNU ld"},
-        "x86_64-linux-gnu",
-        objects,
+        TOOLS,
+        {HOST: HostRecord(HOSTS[HOST].triple, HOSTS[HOST].cpu, "GNU ld", {}, objects)},
         plans,
         claims.problems,
         (),
@@ -190,45 +199,58 @@ def certificate(
     family: str,
     *,
     keep: Callable[[Cell], bool] = lambda cell: True,
-    device: Mapping[str, Any] = DEVICE,
+    device: Mapping[str, Any] | None = None,
     date: str = "2026-01-31",
 ) -> Certificate:
     """Evidence for the cells of a family that ``keep`` keeps, with the bits that the pack has."""
     cells = [(cell, group) for cell, group in of.cells(family) if keep(cell)]
     symbols = {use.symbol for _, group in cells for use in group.uses}
     return Certificate(
-        family,
-        of.arch,
-        dict(device),
-        date,
-        {**of.tools, "specplan": of.version},
-        {name.format(family=family): digest for name, digest in SOURCES.items()},
-        ("eager", "in a graph"),
-        {cell.problem: of.problems[family][cell.problem] for cell, _ in cells},
-        {
+        family=family,
+        arch=of.arch,
+        tools={**of.tools, "specplan": of.version},
+        sources={name.format(family=family): digest for name, digest in SOURCES.items()},
+        problems={cell.problem: of.problems[family][cell.problem] for cell, _ in cells},
+        plans={
             symbol: CertifiedPlan(plan.device_code, plan.host_code, plan.signature)
             for symbol, plan in of.plans.items()
             if symbol in symbols
         },
-        tuple(
+        groups=group_cells(
             CertifiedCell(
-                cell.problem,
-                cell.dtype,
-                cell.splits,
-                cell.tokens,
-                cell.requests,
-                group.uses,
-                Result("bits that differ", 0.0, 0.0, 12 + cell.tokens % 2),
+                *(cell.problem, cell.dtype, cell.splits, cell.tokens, cell.requests),
+                *(group.uses, 12 + cell.tokens % 2),
             )
             for cell, group in cells
         ),
+        device=dict(device or device_of(of.arch)),
+        date=date,
+        suite=("eager", "in a graph"),
+        recorded=EVERY_OUTPUT,
+        tallies=join_tallies(
+            Tally(output, 6 + cell.tokens % 2, {use.symbol: {cell.problem: error}})
+            for cell, group in cells
+            for use in group.uses
+            for output, error in ((CLOSE, cell.tokens / 8), (EXACT, 0.0))
+        ),
     )
+
+
+#: What the made-up certificates measure: one output with a tolerance, one without.
+CLOSE = Output("out", "|error| / (0.001 + 0.01 |value|)", 1.0, "made up")
+EXACT = Output("all tensors", "elements that differ", 0.0, "equal bit for bit")
+
+
+def device_of(arch: str) -> Mapping[str, Any]:
+    """A device of that arch."""
+    digits = arch.removeprefix("sm_").removesuffix("a")
+    return {**DEVICE, "capability": f"{digits[:-1]}.{digits[-1]}"}
 
 
 def write_certificate(root: Path, evidence: Certificate, name: str | None = None) -> Path:
     path = root / evidence.arch / f"{name or evidence.family}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(certificates.dumps(evidence), encoding="utf-8")
+    certificates.write(path, evidence)
     return path
 
 

@@ -9,7 +9,9 @@ compared each time. Calls that must be declined must leave every byte as it was.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
+import gc
 import hashlib
 import json
 import math
@@ -27,9 +29,19 @@ import click
 from specplan.plans import certificates, ranges
 from specplan.plans.catalog import Catalog
 from specplan.plans.cell import Cell
-from specplan.plans.certificates import Certificate, CertifiedCell, CertifiedPlan, Result
+from specplan.plans.certificates import (
+    EVERY_OUTPUT,
+    Certificate,
+    CertifiedCell,
+    CertifiedPlan,
+    Output,
+    Tally,
+    group_cells,
+    join_tallies,
+)
 from specplan.plans.coverage import is_certified, local_certificates, uses_of
-from specplan.plans.manifest import Manifest, Use, packs_under, write_atomically
+from specplan.plans.manifest import Manifest, Use, packs_under
+from specplan.tools.marking import free, renew
 
 SUITE = (
     "eager, every buffer compared whole with the reference, outputs poisoned",
@@ -42,10 +54,30 @@ SUITE = (
 #: the size of a cell, ``cells_a_graph(geometry, requests, tokens, dtype)``.
 BATCH = 32
 REPLAYS = 3
+#: What the second run of every call is compared with: the first.
+RERUN = Output("all that the call writes, run again", "bits that differ", 0.0, "the same bits")
+#: The form of a progress file.
+PROGRESS = 2
 
 
 class CertificationError(RuntimeError):
     """A cell did not pass, or the run cannot start."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of one output that a plan wrote in a cell: the worst error of all
+    comparisons, and how many there were.
+    """
+
+    symbol: str
+    output: Output
+    error: float
+    comparisons: int
+
+
+#: What was measured in a cell: every output of every plan.
+Results = tuple[Measured, ...]
 
 
 @dataclass(frozen=True)
@@ -151,9 +183,11 @@ def certify_main(
             path = run.certify(cells)
             click.echo(f"{path}: {len(cells)} cells")
         if out is None:
-            from specplan.tools.build.pipeline import restamp
-
-            restamp(packs_under(root)[found], [certificates.default_directory()])
+            renew(
+                packs_under(root)[found],
+                [certificates.default_directory()],
+                lambda text: click.echo(text, err=True),
+            )
     except (CertificationError, specplan.SpecplanError) as error:
         click.echo(f"error: {error}", err=True)
         return 1
@@ -173,17 +207,6 @@ def missing(
         return built and is_certified(cell, uses, pack, evidence)
 
     return [cell for cell in cells if not covered(cell)]
-
-
-def free(path: Path) -> Path:
-    """The path itself, or with the first number that no file has: ``scatter.yaml``,
-    ``scatter.2.yaml`` ...
-    """
-    found, number = path, 1
-    while found.exists():
-        number += 1
-        found = path.with_name(f"{path.stem}.{number}.yaml")
-    return found
 
 
 class FamilyRun:
@@ -223,14 +246,22 @@ class FamilyRun:
             if not results:
                 log.write(json.dumps(self.binding()) + "\n")
             done = 0
+            # Commands run without the cyclic collector. What a batch leaves in cycles, like a
+            # caught exception and the frame that it names, holds GPU buffers: it is collected
+            # after each batch, past the many cells, which are not walked.
+            gc.collect()
+            gc.freeze()
             for number, batch in enumerate(self.batches(todo)):
-                for cell, result in self.run_batch(batch, uses):
-                    results[cell] = result
-                    log.write(json.dumps([*_key(cell), *vars(result).values()]) + "\n")
+                for cell, measured in self.run_batch(batch, uses):
+                    results[cell] = measured
+                    log.write(_progress_line(cell, measured) + "\n")
                 log.flush()
+                gc.collect()
                 done += len(batch)
                 self.tell(number, done, len(todo))
-        write_atomically(self.path, certificates.dumps(self.certificate(uses, results)).encode())
+        certificates.write(self.path, self.certificate(uses, results))
+        # What a reader would refuse is not evidence: then the progress stays, and nothing is lost.
+        certificates.read(self.path)
         self.progress_path.unlink()
         return self.path
 
@@ -257,7 +288,7 @@ class FamilyRun:
 
     def run_batch(
         self, cells: Sequence[Cell], uses: Mapping[Cell, tuple[Use, ...]]
-    ) -> Iterator[tuple[Cell, Result]]:
+    ) -> Iterator[tuple[Cell, Results]]:
         """Check a batch of cells; raises CertificationError at the first that does not pass."""
         import torch
 
@@ -274,22 +305,27 @@ class FamilyRun:
             )
         ]
         seed = int(hashlib.sha256(str(cells[0]).encode()).hexdigest()[:12], 16)
-        found: dict[Cell, list[tuple[str, str, str, Any, float]]] = {cell: [] for cell in cells}
+        # By cell: case and phase, the plan that ran, what was compared, the error.
+        found: dict[Cell, list[tuple[str, str, Output, Any]]] = {cell: [] for cell in cells}
+        symbols: list[str] = []
 
-        def note(cell: Cell, case: Any, phase: str, expected: Any) -> None:
+        def note(cell: Cell, case: Any, symbol: str, phase: str, expected: Any) -> None:
             for c in case.compare(expected):
-                found[cell].append((case.name, f"{phase}, {c.buffer}", c.measure, c.error, c.bound))
+                place = f"case {case.name!r}, {phase}, {c.buffer}"
+                found[cell].append((place, symbol, c.output, c.error))
 
         for number, (cell, case) in enumerate(cases):
-            self.check_pick(cell, case, uses[cell])
+            symbol = self.check_pick(cell, case, uses[cell])
+            symbols.append(symbol)
             case.refill(seed + number)
             before, expected = case.snapshot(), case.expect()
             self.call(cell, case)
-            note(cell, case, "eager", expected)
+            note(cell, case, symbol, "eager", expected)
             first = case.snapshot()
             case.restore(before)
             self.call(cell, case)
-            found[cell].append((case.name, "rerun", "bits that differ", case.identical(first), 0))
+            place = f"case {case.name!r}, rerun"
+            found[cell].append((place, symbol, RERUN, case.identical(first)))
             del before, expected, first  # before the next case's are made
 
         graph = torch.cuda.CUDAGraph()
@@ -303,39 +339,38 @@ class FamilyRun:
                 case.refill(seed + (replay + 1) * 1_000_003 + number)
                 expectations.append(case.expect())
             graph.replay()
-            for (cell, case), expected in zip(cases, expectations, strict=True):
-                note(cell, case, f"graph replay {replay + 1}", expected)
+            for (cell, case), symbol, expected in zip(cases, symbols, expectations, strict=True):
+                note(cell, case, symbol, f"graph replay {replay + 1}", expected)
 
         flat = torch.stack([e[3].double() for entries in found.values() for e in entries]).tolist()
         at = 0
         for cell, entries in found.items():
-            worst: dict[str, tuple[float, float]] = {}
-            for (name, phase, measure, _, bound), error in zip(
+            worst: dict[tuple[str, Output], tuple[float, int]] = {}
+            for (place, symbol, output, _), error in zip(
                 entries, flat[at : at + len(entries)], strict=True
             ):
-                if not error <= bound:
+                if not error <= output.bound:
                     raise CertificationError(
-                        f"{cell}: case {name!r}, {phase}: {error:g} {measure}, bound {bound:g}"
+                        f"{cell}: {place}: {error:g} {output.measure}, bound {output.bound:g}"
                     )
-                if measure not in worst or error / (bound or 1) > worst[measure][0] / (
-                    worst[measure][1] or 1
-                ):
-                    worst[measure] = (error, bound)
+                before, count = worst.get((symbol, output), (0.0, 0))
+                worst[symbol, output] = max(before, error), count + 1
             at += len(entries)
-            # The measure closest to its bound speaks for the cell; bit comparisons all have bound
-            # 0.
-            measure, (error, bound) = max(
-                worst.items(), key=lambda item: (item[1][0] / (item[1][1] or 1), item[1][1])
+            yield (
+                cell,
+                tuple(
+                    Measured(symbol, output, min(_round_up(error), output.bound), count)
+                    for (symbol, output), (error, count) in worst.items()
+                ),
             )
-            yield cell, Result(measure, _round_up(error), bound, len(entries))
 
     def call(self, cell: Cell, case: Any) -> None:
         answer = _op(self.pack, self.family, case.op)(**case.arguments())
         if not answer:
             raise CertificationError(f"{cell}: case {case.name!r} was declined: {answer}")
 
-    def check_pick(self, cell: Cell, case: Any, uses: tuple[Use, ...]) -> None:
-        """The call must come to the cell that it is evidence for."""
+    def check_pick(self, cell: Cell, case: Any, uses: tuple[Use, ...]) -> str:
+        """The call must come to the cell that it is evidence for; returns the plan that it runs."""
         picked = _op(self.pack, self.family, case.op).pick(arch=self.arch, **case.pick())
         if not picked:
             raise CertificationError(f"{cell}: case {case.name!r} picks nothing: {picked}")
@@ -346,6 +381,7 @@ class FamilyRun:
             raise CertificationError(
                 f"{cell}: case {case.name!r} comes to another cell, {picked.cell}"
             )
+        return str(picked.plan.symbol)
 
     def check_declined(self) -> None:
         """Calls that must be declined: the answer is falsy and no byte changes."""
@@ -375,10 +411,11 @@ class FamilyRun:
             for s, p in self.manifest.plans.items()
             if p.family == self.family
         }
-        text = json.dumps([bits, SUITE, _device_facts(self.device)], sort_keys=True)
+        text = json.dumps([PROGRESS, bits, SUITE, _device_facts(self.device)], sort_keys=True)
         return {"binding": hashlib.sha256(text.encode()).hexdigest()}
 
-    def resume(self, cells: Sequence[Cell]) -> dict[Cell, Result]:
+    def resume(self, cells: Sequence[Cell]) -> dict[Cell, Results]:
+        """What an interrupted run of the same bits measured in these cells."""
         try:
             text = self.progress_path.read_text(encoding="utf-8")
             whole = text[: text.rfind("\n") + 1]
@@ -388,20 +425,24 @@ class FamilyRun:
             if json.loads(lines[0]) != self.binding():
                 raise ValueError("another run")
             by_key = {_key(cell): cell for cell in cells}
-            results: dict[Cell, Result] = {}
+            results: dict[Cell, Results] = {}
             for line in lines[1:]:
-                *key, measure, error, bound, checks = json.loads(line)
+                *key, measured = json.loads(line)
                 if tuple(key) in by_key:
-                    results[by_key[tuple(key)]] = Result(measure, error, bound, checks)
+                    results[by_key[tuple(key)]] = tuple(
+                        Measured(symbol, Output(*output), error, comparisons)
+                        for symbol, output, error, comparisons in measured
+                    )
             click.echo(f"{self.family}: resuming after {len(results)} cells", err=True)
-        except (OSError, ValueError, IndexError):
+        except (OSError, ValueError, IndexError, TypeError):
             self.progress_path.unlink(missing_ok=True)
             return {}
         return results
 
     def certificate(
-        self, uses: Mapping[Cell, tuple[Use, ...]], results: Mapping[Cell, Result]
+        self, uses: Mapping[Cell, tuple[Use, ...]], results: Mapping[Cell, Results]
     ) -> Certificate:
+        """What was measured in these cells, as it is written down."""
         import torch
 
         symbols = {use.symbol for needed in uses.values() for use in needed}
@@ -410,36 +451,53 @@ class FamilyRun:
         for plan in plans.values():
             sources.update(plan.key["sources"])
         return Certificate(
-            self.family,
-            self.arch,
-            _device_facts(self.device),
-            datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-            {
+            family=self.family,
+            arch=self.arch,
+            tools={
                 **self.manifest.tools,
                 "specplan": self.manifest.version,
                 "torch": str(torch.__version__),
                 "python": platform.python_version(),
             },
-            dict(sorted(sources.items())),
-            SUITE,
-            {cell.problem: self.catalog.problems[self.family][cell.problem] for cell in results},
-            {
-                symbol: CertifiedPlan(plan.device_code, plan.host_code, plan.signature)
-                for symbol, plan in plans.items()
+            sources=dict(sorted(sources.items())),
+            problems={
+                cell.problem: self.catalog.problems[self.family][cell.problem] for cell in results
             },
-            tuple(
+            plans={
+                symbol: CertifiedPlan(plan.device_code, plan.host_code, plan.signature)
+                for symbol, plan in sorted(plans.items())
+            },
+            groups=group_cells(
                 CertifiedCell(
-                    cell.problem,
-                    cell.dtype,
-                    cell.splits,
-                    cell.tokens,
-                    cell.requests,
+                    *(cell.problem, cell.dtype, cell.splits, cell.tokens, cell.requests),
                     uses[cell],
-                    result,
+                    sum(each.comparisons for each in measured),
                 )
-                for cell, result in results.items()
+                for cell, measured in results.items()
             ),
+            device=_device_facts(self.device),
+            date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+            suite=SUITE,
+            recorded=EVERY_OUTPUT,
+            tallies=tally(results),
         )
+
+
+def tally(results: Mapping[Cell, Results]) -> tuple[Tally, ...]:
+    """The worst error of every output by plan and problem."""
+    return join_tallies(
+        Tally(each.output, each.comparisons, {each.symbol: {cell.problem: each.error}})
+        for cell, measured in results.items()
+        for each in measured
+    )
+
+
+def _progress_line(cell: Cell, measured: Results) -> str:
+    rows = [
+        [each.symbol, list(dataclasses.astuple(each.output)), each.error, each.comparisons]
+        for each in measured
+    ]
+    return json.dumps([*_key(cell), rows])
 
 
 def _op(pack: Any, family: str, op: str) -> Any:

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 from specplan.plans import ranges
 from specplan.plans.deployment import Answer, Reached
+from specplan.plans.servers import Derived
 
 
 def _groups(answer: Answer) -> list[tuple[Reached, int, list[int]]]:
@@ -15,7 +16,9 @@ def _groups(answer: Answer) -> list[tuple[Reached, int, list[int]]]:
     found: dict[tuple[object, ...], tuple[Reached, list[int]]] = {}
     for hole in answer.holes:
         cell = hole.cell
-        at = (cell.family, cell.problem, cell.dtype, cell.tokens, hole.state, hole.reason)
+        geometry = tuple(hole.geometry.values())
+        alike = (cell.family, cell.problem, geometry, cell.dtype, cell.arch, cell.tokens)
+        at = (*alike, hole.state, hole.reason)
         found.setdefault(at, (hole, []))[1].append(cell.requests)
     return [(first, first.cell.tokens, requests) for first, requests in found.values()]
 
@@ -26,7 +29,7 @@ def _summary(answer: Answer) -> str:
     states = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
     requests, tokens = ranges.spell(deployment.requests), ranges.spell(deployment.tokens)
     return (
-        f"{len(answer.cells)} cells reachable on {deployment.arch} "
+        f"{len(answer.cells)} cells reachable on {', '.join(deployment.archs)} "
         f"(requests {requests}; tokens {tokens}): {states}"
     )
 
@@ -35,11 +38,13 @@ def text(answer: Answer) -> str:
     """For people: what can be reached, and each hole with its reason and what is nearest."""
     lines = [_summary(answer)]
     lines += [f"does not hold: {complaint}" for complaint in answer.complaints]
+    several = len(answer.deployment.archs) > 1
     for hole, tokens, requests in _groups(answer):
         cell = hole.cell
+        where = f" on {cell.arch}" if several else ""
         lines.append(
             f"hole: {cell.family} {cell.problem} {cell.dtype} requests={ranges.spell(requests)} "
-            f"tokens={tokens}: {hole.state}: {hole.reason}"
+            f"tokens={tokens}{where}: {hole.state}: {hole.reason}"
         )
         lines += [f"      nearest certified: {near}" for near in hole.near]
     lines.append("every reachable cell is certified and built" if answer.holds else "not covered")
@@ -78,7 +83,7 @@ def junit(answer: Answer) -> str:
     failures = len(answer.holes) + len(answer.complaints)
     suite = ElementTree.Element(
         "testsuite",
-        name=f"specplan deployment on {answer.deployment.arch}",
+        name=f"specplan deployment on {', '.join(answer.deployment.archs)}",
         tests=str(len(answer.cells) + len(answer.complaints)),
         failures=str(failures),
     )
@@ -96,6 +101,25 @@ def junit(answer: Answer) -> str:
             failure.text = "\n".join(f"nearest certified: {near}" for near in reached.near)
     ElementTree.indent(suite)
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True)
+
+
+def share(answer: Answer) -> str:
+    """How much of what can be reached is certified and built."""
+    held = len(answer.cells) - len(answer.holes)
+    percent = f" ({100 * held / len(answer.cells):.1f} %)" if answer.cells else ""
+    return f"certified and built: {held} of {len(answer.cells)} reachable cells{percent}"
+
+
+def of_model(derived: Derived, answer: Answer, form: str) -> str:
+    """The answer about a derived deployment, with the deployment before it."""
+    if form == "junit":
+        return junit(answer)
+    body = FORMS[form](answer)
+    fence = ["```yaml", derived.text.rstrip(), "```"] if form == "markdown" else []
+    notes = [f"- {note}" if form == "markdown" else f"note: {note}" for note in derived.notes]
+    shown = fence or [derived.text.rstrip()]
+    head = [*shown, "", *notes, ""] if derived.text else [*notes]
+    return "\n".join([*head, share(answer), *([""] if form == "markdown" else []), body])
 
 
 FORMS: Mapping[str, Callable[[Answer], str]] = {

@@ -6,11 +6,13 @@ import platform
 import sys
 from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from specplan import library
 from specplan.errors import SpecplanError
-from specplan.plans import certificates, locations, manifest
+from specplan.loading import refusal
+from specplan.plans import certificates, evidence, locations, manifest
 from specplan.plans.manifest import ManifestError, packs_under
 from specplan.plans.version import VERSION
 from specplan.tools.certify import driver_version
@@ -24,8 +26,10 @@ _DISTRIBUTIONS = (
 )
 
 
-def examine() -> tuple[Mapping[str, Any], list[str]]:
-    """Facts by name, and complaints about them."""
+def examine(packs: Path | None = None) -> tuple[Mapping[str, Any], list[str]]:
+    """Facts by name, and complaints about them: of a pack or a directory of packs, or of all places
+    that a load searches.
+    """
     report: dict[str, Any] = {
         "specplan": VERSION,
         "python": f"{platform.python_version()} ({sys.executable})",
@@ -39,40 +43,65 @@ def examine() -> tuple[Mapping[str, Any], list[str]]:
             report[name] = "not installed"
     try:
         library.tvm_ffi()
-        library.runtime()
-        report["runtime library"] = "loads"
+        version = library.tvm_ffi_version() or "unknown"
+        report["tvm-ffi"] = f"loads; {version} is " + (
+            "a version that packs were tried under"
+            if library.is_tried(version)
+            else f"untried (tried: {', '.join(library.TRIED_TVM_FFI)})"
+        )
     except SpecplanError as error:
-        report["runtime library"] = "does not load"
+        report["tvm-ffi"] = "does not load"
         complaints.append(str(error))
     archs = _devices(report, complaints)
     found: set[str] = set()
-    for why, place in locations.search_path():
-        packs = packs_under(place)
+    places = [("as given", packs)] if packs is not None else locations.search_path()
+    for why, place in places:
         texts = []
-        for arch, directory in packs.items():
-            try:
-                pack = manifest.read(directory)
-                bad = [
-                    wrong
-                    for record in pack.objects.values()
-                    if (wrong := manifest.check_object(directory, record)) is not None
-                ]
-                certified = sum(1 for _, group in pack.cells() if group.certified)
-                texts.append(f"{arch} ({len(pack.plans)} plans, {certified} certified cells)")
-                complaints.extend(bad)
-                if not bad:
-                    found.add(arch)
-            except ManifestError as error:
-                texts.append(f"{arch} (unreadable)")
-                complaints.append(str(error))
+        for arch, directory in packs_under(place).items():
+            text, wrong = _pack(directory, arch)
+            texts.append(f"{arch} ({text})")
+            complaints += [complaint for complaint in wrong if complaint not in complaints]
+            if not wrong:
+                found.add(arch)
         report[f"packs in {place}"] = f"{', '.join(texts) or 'none'} [{why}]"
-    evidence = certificates.default_directory()
-    files = sorted(p.relative_to(evidence) for p in evidence.glob("*/*.yaml"))
-    report["certificates"] = ", ".join(map(str, files)) or "none"
+    root = evidence.default_directory()
+    files = []
+    for path in sorted(root.glob("*/*.yaml")):
+        files.append(str(path.relative_to(root)))
+        try:
+            certificates.read(path)
+        except certificates.CertificateError as error:
+            complaints.append(str(error))
+    report["certificates"] = ", ".join(files) or "none"
     for arch in archs:
         if arch not in found:
             complaints.append(f"no usable pack for {arch}; specplan build --arch {arch}")
     return report, complaints
+
+
+def _pack(directory: Path, arch: str) -> tuple[str, list[str]]:
+    """A pack in some words, and what is wrong with it: what a load would refuse it for, marks that
+    no evidence backs, who else may write it.
+    """
+    wrong = []
+    refused = refusal(directory, arch)
+    if refused is not None:
+        wrong.append(str(refused))
+    try:
+        pack = manifest.read(directory)
+    except ManifestError:
+        return "unreadable", wrong
+    local = evidence.local_directory(directory)
+    known, unread = evidence.read_all(
+        [evidence.default_directory(), local], pack.arch, pack.families
+    )
+    wrong += evidence.mark_complaints(evidence.compare(pack, known), directory)
+    wrong += [str(error) for error in unread]
+    danger = locations.writable_by_others(directory)
+    if danger is not None:
+        wrong.append(f"what a load of {directory} runs can be changed by others: {danger}")
+    certified = sum(group.certified for _, group in evidence.backed(pack, known).cells())
+    return f"{len(pack.plans)} plans, {certified} certified cells", wrong
 
 
 def _devices(report: dict[str, Any], complaints: list[str]) -> list[str]:
@@ -81,11 +110,10 @@ def _devices(report: dict[str, Any], complaints: list[str]) -> list[str]:
     try:
         import torch
     except ImportError as error:
-        complaints.append(f"torch cannot be imported ({error}); a server needs it")
+        report["devices"] = f"unknown: torch cannot be imported ({error})"
         return []
     if not torch.cuda.is_available():
-        report["devices"] = "none"
-        complaints.append("torch sees no CUDA device")
+        report["devices"] = "none: torch sees no CUDA device"
         return []
     archs = []
     names = []

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specplan.plans import locations, manifest, ranges
+from specplan.plans import evidence, locations, manifest, ranges
 from specplan.plans.manifest import Group, Manifest, ManifestError, packs_under
 
 #: What lies in a pack's directory and is no family's.
@@ -59,13 +59,25 @@ def at_hand(path: Path | None, arch: str | None = None) -> list[Found]:
         for name, directory in packs_under(root).items():
             if arch not in (None, name):
                 continue
-            try:
-                pack, wrong = manifest.read(directory), ""
-            except ManifestError as error:
-                pack, wrong = None, str(error)
+            pack, wrong = _examined(directory, name)
             found.append(Found(name, directory, why, name not in taken, pack, wrong))
             taken.add(name)
     return found
+
+
+def _examined(directory: Path, arch: str) -> tuple[Manifest | None, str]:
+    """A pack with the marks that the runtime goes by, or none; and what is wrong with it."""
+    try:
+        pack = manifest.read(directory)
+    except ManifestError as error:
+        return None, str(error)
+    other = manifest.wrong_arch(pack, directory, arch)
+    if other is not None:
+        return None, other
+    places = [evidence.default_directory(), evidence.local_directory(directory)]
+    known, unread = evidence.read_all(places, arch, pack.families)
+    differ = evidence.mark_complaints(evidence.compare(pack, known), directory)
+    return evidence.backed(pack, known), "; ".join([*differ, *map(str, unread)])
 
 
 def packs(found: Sequence[Found]) -> list[Mapping[str, Any]]:
@@ -83,8 +95,8 @@ def packs(found: Sequence[Found]) -> list[Mapping[str, Any]]:
                 "place": each.place,
                 "used": each.used,
                 "specplan": pack.version if pack else None,
-                "host": pack.host if pack else None,
-                "families": sorted(pack.objects) if pack else [],
+                "hosts": sorted(pack.hosts) if pack else [],
+                "families": list(pack.families) if pack else [],
                 "plans": len(pack.plans) if pack else 0,
                 "cells": dict(cells),
                 "wrong": each.wrong,
@@ -113,7 +125,7 @@ def plans(
                     "cells": cells[symbol],
                     "registers": plan.registers,
                     "spills": plan.spills,
-                    "object_bytes": plan.object_size,
+                    "object_bytes": {host: item.size for host, item in plan.objects.items()},
                     "device_code": plan.device_code,
                 }
 
@@ -156,15 +168,16 @@ def _pack(each: Found) -> Manifest:
 
 @dataclass(frozen=True)
 class Weight:
-    """What one family of one pack weighs, in bytes.
+    """What one family of one pack weighs for one host, in bytes.
 
-    ``library`` is its shared object, ``table`` its share of the manifest, ``packed`` what both are
-    in a wheel, which deflates them. ``objects`` are what the library was linked from; they stay
-    with the builder. Files that no family owns (certificates, libraries of earlier builds) come
-    under ``OTHER``; a wheel has none of them.
+    ``library`` is its shared object, ``table`` its share of the manifest, which is divided evenly
+    among the hosts, ``packed`` what both are in a wheel, which deflates them. ``objects`` are what
+    the library was linked from; they stay with the builder. Files that no family owns
+    (certificates, libraries of earlier builds) come under ``OTHER``; a wheel has none of them.
     """
 
     arch: str
+    host: str
     family: str
     plans: int
     cells: int
@@ -180,6 +193,7 @@ class Weight:
     def as_dict(self) -> Mapping[str, Any]:
         return {
             "arch": self.arch,
+            "host": self.host,
             "family": self.family,
             "plans": self.plans,
             "cells": self.cells,
@@ -199,7 +213,7 @@ def weigh(each: Found, family: str | None = None) -> tuple[list[Weight], list[st
     ratio = len(zlib.compress(text)) / len(text)
     weights, wrong = [], []
     named = {manifest.NAME}
-    for name, record in pack.objects.items():
+    for host, name, record in pack.libraries():
         named.add(record.file)
         if family not in (None, name):
             continue
@@ -214,16 +228,18 @@ def weigh(each: Found, family: str | None = None) -> tuple[list[Weight], list[st
                 f"{record.size}"
             )
         mine = [plan for plan in pack.plans.values() if plan.family == name]
+        table = shares[name] // len(pack.hosts)
         weights.append(
             Weight(
                 each.arch,
+                host,
                 name,
                 len(mine),
                 sum(size_of(group) for group in pack.groups if group.family == name),
                 len(data),
-                shares[name],
-                len(zlib.compress(data)) + round(shares[name] * ratio),
-                sum(plan.object_size for plan in mine),
+                table,
+                len(zlib.compress(data)) + round(table * ratio),
+                sum(plan.objects[host].size for plan in mine),
             )
         )
     if family is None:
@@ -233,7 +249,7 @@ def weigh(each: Found, family: str | None = None) -> tuple[list[Weight], list[st
             if path.is_file() and str(path.relative_to(each.directory)) not in named
         ]
         if rest:
-            weights.append(Weight(each.arch, OTHER, 0, 0, sum(rest), 0, 0, 0))
+            weights.append(Weight(each.arch, "", OTHER, 0, 0, sum(rest), 0, 0, 0))
     return sorted(weights, key=lambda w: -w.installed), wrong
 
 
@@ -244,6 +260,7 @@ def _shares(body: Mapping[str, Any], total: int) -> Mapping[str, int]:
         texts[plan["family"]] += len(json.dumps(plan, indent=1))
     for group in body["cells"]:
         texts[group["family"]] += len(json.dumps(group, indent=1))
-    for family in body["objects"]:
-        texts[family] += 1
+    for host in body["hosts"].values():
+        for family in host["objects"]:
+            texts[family] += 1
     return {family: total * size // texts.total() for family, size in texts.items()}

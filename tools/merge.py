@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from specplan.plans import certificates
-from specplan.plans.certificates import Certificate
-from specplan.plans.manifest import write_atomically
+from specplan.plans.certificates import Certificate, group_cells, join_tallies
 
 
 class MergeError(RuntimeError):
@@ -42,12 +41,12 @@ def merge(parts: Sequence[Path], out: Path) -> Iterator[tuple[Path, int]]:
     for (arch, family), (_, certificate) in sorted(joined.items()):
         target = out / arch / f"{family}.yaml"
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(target, certificates.dumps(certificate).encode())
-        yield target, len(certificate.cells)
+        certificates.write(target, certificate)
+        yield target, certificate.count
 
 
 def _join(left_path: Path, left: Certificate, right_path: Path, right: Certificate) -> Certificate:
-    for what in ("device", "tools", "sources", "suite"):
+    for what in ("device", "tools", "sources", "suite", "recorded"):
         if getattr(left, what) != getattr(right, what):
             raise MergeError(f"{left_path} and {right_path} differ in {what}")
     for what in ("problems", "plans"):
@@ -55,7 +54,11 @@ def _join(left_path: Path, left: Certificate, right_path: Path, right: Certifica
         for name in sorted(set(ours) & set(theirs)):
             if ours[name] != theirs[name]:
                 raise MergeError(f"{left_path} and {right_path} differ in {what[:-1]} {name}")
-    twice = set(left.table) & set(right.table)
+    twice = {
+        (*at, requests)
+        for at in left.index.keys() & right.index.keys()
+        for requests in _requests(left, at) & _requests(right, at)
+    }
     if twice:
         raise MergeError(
             f"{left_path} and {right_path} both have {len(twice)} cells, such as {min(twice)}"
@@ -65,5 +68,11 @@ def _join(left_path: Path, left: Certificate, right_path: Path, right: Certifica
         date=max(left.date, right.date),
         problems={**left.problems, **right.problems},
         plans={**left.plans, **right.plans},
-        cells=(*left.cells, *right.cells),
+        groups=group_cells([*left.cells(), *right.cells()]),
+        tallies=join_tallies([*left.tallies, *right.tallies]),
     )
+
+
+def _requests(part: Certificate, at: tuple[str, str, int, int]) -> set[int]:
+    """The requests at which a part has evidence, whatever plans ran."""
+    return set().union(*part.index[at].values())

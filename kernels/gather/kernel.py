@@ -33,10 +33,10 @@ pos_offsets_begin, kv_offsets_begin, requests, tokens, drafts)``. It launches no
 RuntimeError unless all seven integers are >= 0, ``1 <= tokens <= X``, ``drafts < tokens``, ``drafts
 <= D``, the index lists are long enough and every destination range lies inside its buffer.
 
-One thread a (request, token), with the tokens along the lanes of a power of two (a constant of the
-plan, at least ``tokens``), so that no thread divides. The chain is index -> value -> store, two
+One thread per (request, token), with the tokens along the lanes of a power of two (a constant of
+the plan, at least ``tokens``), so that no thread divides. The chain is index -> value -> store, two
 dependent loads, both indices in flight before the first use. The launch overlaps its predecessor's
-end (programmatic dependent launch) and waits before its first load: 0.98 us a node at 8 x 8 on an
+end (programmatic dependent launch) and waits before its first load: 0.98 us per node at 8 x 8 on an
 H200, against 1.22 without.
 """
 
@@ -47,7 +47,9 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
-from specplan.kernels import fakes, ranges, words
+from specplan.kernels import fakes, ranges
+from specplan.kernels.device import memory
+from specplan.plans.gather import OP
 from specplan.plans.plan import Plan
 
 THREADS = 128
@@ -83,31 +85,31 @@ def _gather(
     cute.arch.griddepcontrol_launch_dependents()
     if r < requests and j < tokens:
         flat = Int64(r) * tokens + j
-        s = words.load(slots, Int64(r))
-        p = words.load(pos_indices, flat)
+        s = memory.load_word(slots, Int64(r))
+        p = memory.load_word(pos_indices, flat)
         token = Int32(0)
         draft = Int32(0)
         kv = Int32(0)
         if s >= 0 and s < size:
-            token = words.load(store_next_new_tokens, Int64(j) * store_strides[0] + s)
+            token = memory.load_word(store_next_new_tokens, Int64(j) * store_strides[0] + s)
             if j < drafts:
-                draft = words.load(store_next_draft, Int64(s) * store_strides[1] + j)
+                draft = memory.load_word(store_next_draft, Int64(s) * store_strides[1] + j)
             if j == 0:
-                kv = words.load(store_lens, Int64(s)) - tokens
+                kv = memory.load_word(store_lens, Int64(s)) - tokens
         position = Int32(0)
         if p >= 0 and p < size:
-            position = words.load(store_lens, Int64(p))
-        words.store(input_ids, flat + input_ids_begin, token)
-        words.store(pos_offsets, flat + pos_offsets_begin, position)
+            position = memory.load_word(store_lens, Int64(p))
+        memory.store_word(input_ids, flat + input_ids_begin, token)
+        memory.store_word(pos_offsets, flat + pos_offsets_begin, position)
         if j < drafts:
-            words.store(draft_tokens, Int64(r) * drafts + draft_tokens_begin + j, draft)
+            memory.store_word(draft_tokens, Int64(r) * drafts + draft_tokens_begin + j, draft)
         if j == 0:
-            words.store(kv_offsets, Int64(kv_offsets_begin) + r, kv)
+            memory.store_word(kv_offsets, Int64(kv_offsets_begin) + r, kv)
 
 
 def lower(plan: Plan) -> tuple[Any, tuple[Any, ...]]:
     """The host function of a plan and its fake arguments, for ``cute.compile``."""
-    nexts, drafts_width, lanes = plan.int("next"), plan.int("draft"), plan.int("lanes")
+    lanes = plan.int("lanes")
 
     @cute.jit
     def gather(
@@ -129,24 +131,21 @@ def lower(plan: Plan) -> tuple[Any, tuple[Any, ...]]:
         drafts: Int32,
         stream: Any,
     ) -> None:
-        flat, drafted = Int64(requests) * tokens, Int64(requests) * drafts
-        ranges.refuse_unless(
-            requests >= 0,
-            tokens >= 1,
-            tokens <= min(nexts, lanes),
-            drafts >= 0,
-            drafts < tokens,
-            drafts <= drafts_width,
-            requests <= slots.shape[0],
-            flat <= pos_indices.shape[0],
-            input_ids_begin >= 0,
-            flat + input_ids_begin <= input_ids.shape[0],
-            draft_tokens_begin >= 0,
-            drafted + draft_tokens_begin <= draft_tokens.shape[0],
-            pos_offsets_begin >= 0,
-            flat + pos_offsets_begin <= pos_offsets.shape[0],
-            kv_offsets_begin >= 0,
-            Int64(kv_offsets_begin) + requests <= kv_offsets.shape[0],
+        ranges.refuse_unless_declared(
+            *(OP, plan),
+            slots=slots,
+            pos_indices=pos_indices,
+            input_ids=input_ids,
+            draft_tokens=draft_tokens,
+            pos_offsets=pos_offsets,
+            kv_offsets=kv_offsets,
+            input_ids_begin=input_ids_begin,
+            draft_tokens_begin=draft_tokens_begin,
+            pos_offsets_begin=pos_offsets_begin,
+            kv_offsets_begin=kv_offsets_begin,
+            requests=requests,
+            tokens=tokens,
+            drafts=drafts,
         )
         # At least one CTA: a call with no requests loads the code and does nothing.
         grid = cutlass.max(Int32(1), cute.ceil_div(requests, THREADS // lanes))
@@ -172,12 +171,4 @@ def lower(plan: Plan) -> tuple[Any, tuple[Any, ...]]:
             lanes,
         ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True)
 
-    size = fakes.extent32()
-    return gather, (
-        fakes.tensor(Int32, (nexts, size, 1), (fakes.extent32(), 1, fakes.extent32())),
-        fakes.tensor(Int32, (size, drafts_width), (fakes.extent32(), 1)),
-        fakes.vector(Int32, size),
-        *(fakes.vector(Int32, fakes.extent32()) for _ in range(6)),
-        *(Int32(0) for _ in range(7)),
-        fakes.stream(),
-    )
+    return gather, fakes.arguments(OP, plan)

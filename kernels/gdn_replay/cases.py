@@ -3,8 +3,9 @@
 All buffers of a case, inputs included, lie in one storage with guard bytes between them; the pools
 are strided views with a guard behind each slot, q, k, v are columns of one packed row, a and b of
 another, ``slot`` is a column of a wider table. A comparison covers the storage whole: what the op
-must write within a bound, every other byte bit for bit. ``out`` and the dead rows of the records
-hold NaN beforehand, so that a value that is not written, or is read although dead, shows.
+must write within a bound, every other byte bit for bit, and so the zeros of padding rows. ``out``,
+the dead rows of the records and every input of a padding row hold NaN beforehand, so that a value
+that is not written, or is read although dead, shows; integers of padding rows hold garbage.
 """
 
 from __future__ import annotations
@@ -27,18 +28,20 @@ GUARD = 64
 GUARD_BYTES = 256
 STATE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 POOLS = ("state", "rec_u", "rec_k", "rec_G")
-#: Buffers of the cells whose cases share a graph, about; certification keeps three copies of one
-#: case's besides, and one of each.
+#: What the integers of padding rows hold: no count, and out of bounds wherever it were added.
+GARBAGE = -(1 << 30)
+#: About how many bytes the buffers of cells with a common graph take; certification holds three
+#: more copies of one case's buffers, and one of each.
 GRAPH_BYTES = 1 << 30
-#: Rows that materialize runs on in a cell of several tokens. It does not depend on the tokens: the
-#: cells of one token, which are those that its calls come to, run it on all their requests. And how
-#: many of the rows go to another slot; the others are folded in place.
+#: Rows of ``materialize`` in a cell of several tokens. It does not depend on the tokens, and its
+#: calls resolve to the cells of one token: those run it on all their requests. Also how many of its
+#: rows go to another slot; the others are folded in place.
 FEW_ROWS = 8
-#: Bytes of float32 states that a comparison has at a time: in L2.
+#: Bytes of float32 states that are compared at a time, so that they stay in L2.
 CHUNK = 16 << 20
 
 #: buffer -> (atol, rtol, where it comes from): against the float32 reference, on the inputs of
-#: ``fill``. "Seen" is the share of the bound that was measured: on an H200, over all compiled
+#: ``fill``. "Seen" is the measured error over the bound: on an H200, over all compiled
 #: functions, 4 geometries, 2..4 tokens and all history lengths, 0.52 at most in bf16 and 0.40 in
 #: fp32; by buffer with the matrix-form reference on a CPU, and for rec_G and the bf16 state with an
 #: earlier version on an H200.
@@ -51,7 +54,7 @@ BOUNDS = {
 }
 #: An fp32 checkpoint is folded with two-term operands: 2^-17 of a sum of 16 products of size 1.
 FP32_STATE_BOUND = (1e-4, 1e-4, "two-term operands; seen 0.04")
-#: Every so many heads one decays by about e^-100 a token: exponentials of sums would overflow.
+#: One head in so many decays by about e^-100 per token: exponentials of sums would overflow.
 STRONG = 8
 
 
@@ -165,11 +168,11 @@ def fill(
     padding: bool = True,
     poison: bool = True,
 ) -> None:
-    """New random inputs in place. History lengths cover 0..W over the slots unless given; every
-    fifth row is padding.
+    """Draw new inputs in place. History lengths cover 0..W over the slots unless given; every
+    fifth row is padding. ``poison`` puts NaN into dead records and the inputs of padding rows.
 
     Magnitudes follow what the recurrence itself produces: |S| about 0.3, |u| about 1, unit keys,
-    decays between 0.05 and 1 a token, heads with distinct A_log.
+    decays between 0.05 and 1 per token, heads with distinct A_log.
     """
     t, backing, device = step.tensors, step.backing, step.buffer.device
     requests, slots = t["slot"].shape[0], t["hist_len"].shape[0]
@@ -182,6 +185,7 @@ def fill(
     t["hist_len"].copy_((row * 5 + seed) % (WINDOW + 1) if lengths is None else lengths)
     t["bank"].random_(0, 2, generator=generator)
     step.integers["n_acc"].random_(0, tokens + 1, generator=generator)
+    step.integers["n_acc"].masked_fill_(order < 0, GARBAGE)
     if "state" not in t:
         return
     src = row[:requests]
@@ -191,6 +195,7 @@ def fill(
     i["count"].copy_((t["hist_len"][:requests] - src % 3).clamp(min=0))
     if requests > 3:
         i["dst"][0], i["src"][1], i["dst"][2] = 0, -1, -1
+        i["count"][1:3] = GARBAGE
 
     backing["qkv"].normal_(generator=generator)
     backing["ba"].normal_(generator=generator)
@@ -213,6 +218,8 @@ def fill(
         for name in ("rec_u", "rec_k"):
             t[name].masked_fill_(dead[:, None, ..., None], float("nan"))
         t["rec_G"].masked_fill_(dead[:, None], float("nan"))
+        for name in ("qkv", "ba"):
+            backing[name].masked_fill_((order < 0)[:, None, None], float("nan"))
     t["out"].fill_(float("nan"))
 
 
@@ -236,7 +243,7 @@ def make_step(
 
 
 def full_lengths(slots: int, tokens: int, device: torch.device | str) -> Tensor:
-    """Lengths at which a step of ``tokens`` tokens commits, whatever the row."""
+    """History lengths at which every row of a step of ``tokens`` tokens commits."""
     return WINDOW - torch.arange(slots, device=device) % tokens
 
 
@@ -258,10 +265,11 @@ def checks(
     dtype: str,
     device: torch.device | str,
 ) -> Iterator[GdnCase]:
-    """The cases that a cell must pass. ``splits`` changes the plan, not what must come out.
+    """The cases that a cell must pass. ``splits`` changes the plan, not the expected result.
 
-    Verify with padding rows, by turns on history lengths 0..W and on rows that all commit; the
-    cursor ops on every row; materialize on every row where tokens is 1, and else on a few.
+    ``verify`` with padding rows: even seeds draw history lengths 0..W, odd seeds rows that all
+    commit. The cursor ops on every row. ``materialize`` on every row where tokens is 1, else on a
+    few.
     """
 
     def case(name: str, op: str, **options: Any) -> GdnCase:
@@ -282,7 +290,7 @@ class GdnCase:
     rows
         Rows of the call, where they are not the cell's requests.
     full
-        Whether the histories are so long that every row commits; by turns of the seed unless given.
+        Whether the histories are so long that every row commits; for odd seeds, unless given.
     """
 
     def __init__(
@@ -381,7 +389,7 @@ class GdnCase:
                 stray = stray + differs.sum()
         yield Comparison("all that must not change", "words that differ", stray, 0)
         for name, written in expected.written.items():
-            atol, rtol, _ = bound_of(name, self.dtype)
+            atol, rtol, source = bound_of(name, self.dtype)
             a, b = got.tensors[name], want.tensors[name]
             # A byte that must not change is the other comparison's.
             if name == "state":
@@ -391,7 +399,8 @@ class GdnCase:
                 error = torch.stack([*shares, torch.zeros((), device=a.device)]).max()
             else:
                 error = torch.where(written, _share(a, b, atol, rtol), 0.0).max()
-            yield Comparison(name, f"{name}: |error| / ({atol:g} + {rtol:g} |value|)", error, 1.0)
+            measure = f"|error| / ({atol:g} + {rtol:g} |value|)"
+            yield Comparison(name, measure, error, 1.0, source)
 
     def identical(self, snapshot: Tensor) -> Tensor:
         return (self.buffer.view(torch.int32) != snapshot.view(torch.int32)).sum()
@@ -464,8 +473,9 @@ def written_by(op: str, step: Step, tokens: int) -> dict[str, Tensor]:
     masks = dict.fromkeys(("rec_u", "rec_k"), rows[:, None, :, :, None])
     masks |= {"rec_G": rows[:, None], "state": commits[:, None, None, None]}
     written = {name: mask.expand(t[name].shape) for name, mask in masks.items()}
-    every = torch.ones((), dtype=torch.bool, device=slot.device)
-    return {"out": every.expand(t["out"].shape), **written}
+    # The zeros of a padding row are exact: the comparison bit for bit has them.
+    rows = (slot >= 0)[:, None, None, None]
+    return {"out": rows.expand(t["out"].shape), **written}
 
 
 def declined(device: torch.device) -> Iterator[tuple[str, dict[str, Any], Tensor]]:
@@ -485,7 +495,7 @@ def declined(device: torch.device) -> Iterator[tuple[str, dict[str, Any], Tensor
         return f"{op}: {what}", {**arguments, "op": op}, case.buffer
 
     def pools(**changes: Any) -> Any:
-        """The pool with some tensors changed, whatever its constructor would say."""
+        """The pool with some tensors changed, past the checks of its constructor."""
 
         def change(pool: plan.Pool) -> plan.Pool:
             other = plan.Pool(pool.cursors, *pool.tensors[:4])

@@ -122,7 +122,7 @@ def _append(
     past: History,
     bank: Tensor,
 ) -> Tensor:
-    """Stores the T new records of every row and returns which rows commit."""
+    """Store the T new records of every row; returns which rows commit."""
     rec_u, rec_k, rec_G = records
     u, k, cumulative = new
     tokens, window = u.shape[1], rec_G.shape[-1]
@@ -157,8 +157,8 @@ def verify(
     scale: float | None = None,
     compute: torch.dtype = torch.float32,
 ) -> None:
-    """The sequential definition: history folded, then one token after another. Writes out, records
-    and checkpoints.
+    """The sequential definition: fold the history, then one token after another. It writes out,
+    records and checkpoints.
     """
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     ratio = v.shape[2] // k.shape[2]
@@ -291,8 +291,10 @@ def verify_exact(
     scale: float | None = None,
     compute: torch.dtype = torch.float32,
 ) -> None:
-    """``verify`` to the rounding of ``compute``: the matrix form without any other, some rows at a
-    time. It reads a state once, where the definition reads and writes it for every token.
+    """``verify`` up to the rounding of ``compute``: the matrix form without its other roundings.
+
+    It works on some rows at a time and reads a state once, where the definition reads and writes it
+    for every token.
     """
     rows = max(1, CHUNK // (state[0].numel() * compute.itemsize))
     for at in range(0, slot.shape[0], rows):
@@ -309,7 +311,7 @@ def verify_exact(
 def advance(
     hist_len: Tensor, bank: Tensor, slot: Tensor, n_acc: Tensor, tokens: int, window: int = 16
 ) -> None:
-    """Moves the cursors by ``n_acc`` accepted tokens of ``tokens`` verified ones, by the predicate
+    """Move the cursors by ``n_acc`` accepted tokens of ``tokens`` verified ones, by the predicate
     of the kernel.
 
     On a row that committed hist_len is replaced even where n_acc is 0: its history is in the
@@ -333,7 +335,7 @@ def materialize(
     count: Tensor,
     compute: torch.dtype = torch.float32,
 ) -> None:
-    """Writes to ``state[dst]`` the state of ``src`` after the first ``count`` records of its live
+    """Write to ``state[dst]`` the state of ``src`` after the first ``count`` records of its live
     bank.
 
     Rows with a negative src or dst do nothing. Records, cursors and (unless dst is src) the
@@ -346,9 +348,7 @@ def materialize(
 
 
 def reset(hist_len: Tensor, bank: Tensor, slot: Tensor) -> None:
-    """Empties the history of the slots: no records, bank 0. The checkpoint is the caller's to
-    write.
-    """
+    """Empty the history of the slots: no records, bank 0. The caller writes the checkpoint."""
     _, at = _live_rows(slot)
     hist_len[at] = 0
     bank[at] = 0

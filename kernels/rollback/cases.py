@@ -394,6 +394,10 @@ class RollbackCase:
             kind[0] = 0  # page -1, which torch would wrap to the last page, is always there
             for code, wrong in enumerate((-1, self.pages, -(1 << 31), (1 << 31) - 1)):
                 page = torch.where(kind == code, wrong, page)
+            if self.dtype == "int64":
+                # A page and a place that would exist in their lower 32 bits.
+                page = torch.where(kind == 3, page % self.pages + (1 << 32), page)
+                within = torch.where(kind == 6, within - (1 << 32), within)
             within = torch.where(kind == 4, -1, within)
             within = torch.where(kind == 5, self.page_tokens, within)
         return page, within
@@ -425,12 +429,17 @@ class RollbackCase:
         return accepted
 
     def _draw_lists(self) -> tuple[Tensor, Tensor]:
-        """Rows in any order, a fifth of them padding of a request that does not exist."""
+        """Rows in any order, a fifth of them padding: of no request, with garbage as ordinal."""
         requests, ordinals = self._in_order()
         order = torch.randperm(self.rows, generator=self.generator, device=self.device)
         requests, ordinals = requests[order], ordinals[order]
         nobody = torch.where(ordinals % 2 == 0, -1, self.requests + ordinals)
-        return torch.where(self._chance(0.2, self.rows), nobody, requests), ordinals
+        padding = self._chance(0.2, self.rows)
+        garbage = torch.where(order % 2 == 0, (1 << 31) - 1, -(1 << 31))
+        return (
+            torch.where(padding, nobody, requests),
+            torch.where(padding, garbage, ordinals),
+        )
 
     def _draw_slots(self) -> Tensor:
         """Distinct slots in any order, some requests without one."""

@@ -31,14 +31,14 @@ store_new_tokens, store_next_new_tokens, store_lens, store_next_draft, row_begin
 It launches nothing and raises RuntimeError unless ``0 <= row_begin``, ``0 <= rows``, ``row_begin +
 rows <= N``, ``rows <= len(slots)`` and ``columns == a``, the width that the plan was picked for.
 
-One thread a (row, column), with the columns along the lanes of a power of two, so that no thread
+One thread per (row, column), with the columns along the lanes of a power of two, so that no thread
 divides. The longest chain is lens -> new_tokens -> store, two dependent loads; slots, the other
 outputs and lens are all in flight before the first use.
 
 The launch overlaps its predecessor's end (programmatic dependent launch): a CTA is placed early and
-waits before its first load, so what earlier kernels wrote is there. On an H200 that takes a node of
-a graph of back-to-back calls at 8 x 8 from 1.16 to 1.00 us, and passing pointers instead of whole
-tensors took it from 1.25 to 1.16 (an empty kernel: 0.54).
+waits before its first load, so what earlier kernels wrote is there. On an H200 that takes
+back-to-back calls in a graph at 8 x 8 from 1.16 to 1.00 us per node, and passing pointers instead
+of whole tensors took it from 1.25 to 1.16 (an empty kernel: 0.54).
 """
 
 from __future__ import annotations
@@ -48,11 +48,13 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
-from specplan.kernels import fakes, ranges, words
+from specplan.kernels import fakes, ranges
+from specplan.kernels.device import memory
 from specplan.plans.plan import Plan
+from specplan.plans.scatter import OP
 
-#: 128 and 64 threads measure the same at 8 x 8; at 64 x 8, 128 are faster (0.99 against 1.12 us a
-#: node).
+#: 128 and 64 threads measure the same at 8 x 8; at 64 x 8, 128 are faster (0.99 against 1.12 us
+#: per node).
 THREADS = 128
 
 
@@ -85,27 +87,27 @@ def _scatter(
     cute.arch.griddepcontrol_launch_dependents()
     if r < rows:
         i = row_begin + r
-        s = words.load(slots, Int64(r))
-        n = words.load(lens, Int64(i))
+        s = memory.load_word(slots, Int64(r))
+        n = memory.load_word(lens, Int64(i))
         following = Int32(0)
         if w < nexts and w < widths[1]:
-            following = words.load(next_new_tokens, Int64(i) * strides[1] + w)
+            following = memory.load_word(next_new_tokens, Int64(i) * strides[1] + w)
         draft = Int32(0)
         if w < drafts and w < widths[2]:
-            draft = words.load(next_draft_tokens, Int64(i) * strides[2] + w)
+            draft = memory.load_word(next_draft_tokens, Int64(i) * strides[2] + w)
         accepted = Int32(0)
         if w < n and w < history and w < widths[0]:
-            accepted = words.load(new_tokens, Int64(i) * strides[0] + w)
+            accepted = memory.load_word(new_tokens, Int64(i) * strides[0] + w)
 
         if s >= 0 and s < size:
             if w < nexts:
-                words.store(store_next_new_tokens, Int64(w) * store_strides[1] + s, following)
+                memory.store_word(store_next_new_tokens, Int64(w) * store_strides[1] + s, following)
             if w < drafts:
-                words.store(store_next_draft, Int64(s) * store_strides[2] + w, draft)
+                memory.store_word(store_next_draft, Int64(s) * store_strides[2] + w, draft)
             if w == 0:
-                words.store(store_lens, Int64(s), n)
+                memory.store_word(store_lens, Int64(s), n)
             if w < history:
-                words.store(store_new_tokens, Int64(w) * store_strides[0] + s, accepted)
+                memory.store_word(store_new_tokens, Int64(w) * store_strides[0] + s, accepted)
 
 
 def lower(plan: Plan) -> tuple[Any, tuple[Any, ...]]:
@@ -129,12 +131,13 @@ def lower(plan: Plan) -> tuple[Any, tuple[Any, ...]]:
         columns: Int32,
         stream: Any,
     ) -> None:
-        ranges.refuse_unless(
-            row_begin >= 0,
-            rows >= 0,
-            Int64(row_begin) + rows <= new_tokens.shape[0],
-            rows <= slots.shape[0],
-            columns == new_tokens.shape[1],
+        ranges.refuse_unless_declared(
+            *(OP, plan),
+            new_tokens=new_tokens,
+            slots=slots,
+            row_begin=row_begin,
+            rows=rows,
+            columns=columns,
         )
         # A grid of at least one CTA, so that a call with no rows is a launch that does nothing: it
         # is how code is loaded ahead of a graph capture.
@@ -163,24 +166,4 @@ def lower(plan: Plan) -> tuple[Any, tuple[Any, ...]]:
             lanes,
         ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True)
 
-    size, outputs = fakes.extent32(), fakes.extent32()
-
-    def output() -> Any:
-        return fakes.tensor(Int32, (outputs, fakes.extent32()), (fakes.extent32(), 1))
-
-    def token_major(width: int) -> Any:
-        return fakes.tensor(Int32, (width, size, 1), (fakes.extent32(), 1, fakes.extent32()))
-
-    return scatter, (
-        output(),
-        output(),
-        fakes.vector(Int32, outputs),
-        output(),
-        fakes.vector(Int32, fakes.extent32()),
-        token_major(history),
-        token_major(nexts),
-        fakes.vector(Int32, size),
-        fakes.tensor(Int32, (size, drafts), (fakes.extent32(), 1)),
-        *(Int32(0) for _ in range(3)),
-        fakes.stream(),
-    )
+    return scatter, fakes.arguments(OP, plan)

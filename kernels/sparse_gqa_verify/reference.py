@@ -9,9 +9,9 @@ selected_tokens[n, j]``::
     o_i   = v_scale * sum_j softmax(s_i)_j V[page, h, t mod T]          over the valid j alone
     out_i = bf16(o_i);   with a gate: bf16(float(bf16(o_i)) * sigmoid(float(gate_i)))
 
-A row with no valid entry is exactly 0 and its LSE is -inf. Entries that are not valid are never
-read. Duplicates count as often as they stand in the list. NaN and Inf of a valid entry reach the
-rows that list it, and no others.
+A row with no valid entry is exactly 0, whatever its gate holds, and its LSE is -inf. Entries that
+are not valid are never read. Duplicates count as often as they stand in the list. NaN and Inf of a
+valid entry reach the rows that list it, and no others.
 
 Caches are views ``[P, Hk, T, D]`` with any strides (NHD callers pass ``permute(0, 2, 1, 3)``).
 NVFP4 data is uint8 with last dimension ``D / 2``, two e2m1 values a byte, the even dimension in the
@@ -182,7 +182,8 @@ def attention(
         lse[part] = (top + torch.log(total)).reshape(-1, heads)
     out = exact.to(q.dtype)
     if output_gate is not None:
-        out = gate(out, output_gate.reshape(out.shape))
+        gated = gate(out, output_gate.reshape(out.shape))
+        out = torch.where(torch.isneginf(lse)[..., None], 0, gated)
     return Attention(out, exact, lse)
 
 

@@ -12,24 +12,27 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 
 def worker(root: Path, seconds: float) -> None:
     from specplan.plans import manifest
+    from specplan.plans.hosts import HOSTS, this_machine
     from specplan.plans.plan import Plan
     from specplan.tools.build import keys
     from specplan.tools.build import worker as real
 
-    digests = {
-        symbol: keys.digest(plan.key)
+    names = {
+        symbol: keys.object_name(plan.key, HOSTS[this_machine()])
         for directory in manifest.packs_under(root).values()
         for symbol, plan in manifest.read(directory).plans.items()
     }
 
-    def compile_plan(plan: Plan, options: str, path: Path) -> dict[str, Any]:
-        recorded = root / "objects" / f"{digests[plan.symbol]}.o"
+    def compile_plan(plan: Plan, options: str, paths: Mapping[str, Path]) -> dict[str, Any]:
+        ((_, path),) = paths.items()
+        recorded = root / "objects" / f"{names[plan.symbol]}.o"
         data = recorded.read_bytes()
         # In pieces, so that a kill can leave half an object.
         with path.open("wb") as file:

@@ -9,9 +9,12 @@ import pytest
 from specplan.plans import catalog as catalogs
 from specplan.plans import manifest
 from specplan.plans.catalog import Catalog
+from specplan.plans.hosts import this_machine
 from specplan.tools.build import keys, link, pipeline
 
 import packs
+
+HOST = [this_machine()]
 
 
 class Tree:
@@ -92,7 +95,7 @@ def _tool(tree: Tree, patch: pytest.MonkeyPatch) -> None:
 
 
 def _linker(tree: Tree, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(link, "linker_version", lambda: "another ld")
+    patch.setattr(link, "linker_version", lambda host: "another ld")
 
 
 def _library(tree: Tree, patch: pytest.MonkeyPatch) -> None:
@@ -126,7 +129,7 @@ def test_a_change_of_any_input_is_noticed(
 
     def is_current(catalog: Catalog) -> bool:
         digest = pipeline._inputs(catalog, packs.ARCH, current.directory, [current.certificates])
-        return pipeline._is_current(current.directory, digest, pipeline.Report(current.root))
+        return pipeline._is_current(current.directory, digest, HOST, pipeline.Report(current.root))
 
     assert is_current(catalog)
     change(current, monkeypatch)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from specplan.plans import manifest
+from specplan.plans.hosts import this_machine
 
 import packs
 
@@ -82,6 +83,7 @@ def test_with_keep_going_the_other_plans_are_built_and_logs_say_why(
 ) -> None:
     root = tmp_path / "pack"
     (root / "objects").mkdir(parents=True)
+    from specplan.plans.hosts import HOSTS
     from specplan.tools.build import keys
 
     for plan in small_pack.manifest.plans.values():
@@ -89,7 +91,7 @@ def test_with_keep_going_the_other_plans_are_built_and_logs_say_why(
         # dead one.
         if plan.family == "scatter" and dict(plan.spec)["history"] == 4:
             for end in ("o", "json"):
-                name = f"{keys.digest(plan.key)}.{end}"
+                name = f"{keys.object_name(plan.key, HOSTS[this_machine()])}.{end}"
                 (root / "objects" / name).write_bytes(
                     (small_pack.root / "objects" / name).read_bytes()
                 )
@@ -262,7 +264,11 @@ def test_a_full_disk_is_one_clear_error_and_the_old_pack_stays(
     """The disk has room for so many objects of gather, of which there are two, and half of what
     comes next.
     """
-    size = max(p.object_size for p in small_pack.manifest.plans.values() if p.family == "gather")
+    size = max(
+        p.objects[this_machine()].size
+        for p in small_pack.manifest.plans.values()
+        if p.family == "gather"
+    )
     with mounted(tmp_path / "disk", 4_000_000) as disk:
         root = disk / "pack"
         done = packs.run(replayed(small_pack, root, "--family", "scatter"))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from specplan import kernels
+from specplan.plans.catalog import load as load_catalog
 from specplan.plans.plan import Plan
-from specplan.tools.build import keys
+from specplan.tools.build import keys, pipeline
 
 import packs
 
@@ -20,8 +23,9 @@ PLAN = Plan(
 #: Prints the keys of one plan of each family, as the tree on the path makes them.
 PRINT = """
 import json
+from specplan.plans.catalog import load as load_catalog
 from specplan.plans.plan import Plan
-from specplan.tools.build import keys
+from specplan.tools.build import keys, pipeline
 a = Plan("scatter", "scatter", "sm_90a", (("history", 4), ("next", 4), ("draft", 3), ("lanes", 4)))
 b = Plan("gather", "gather", "sm_90a", (("next", 4), ("draft", 3), ("lanes", 4)))
 print(json.dumps([keys.key(a), keys.key(b)]))
@@ -52,7 +56,7 @@ def forgetful() -> Iterator[None]:
     """Forget what the key functions remember before and after a test that changes what they look
     at.
     """
-    remembered = (keys.tool_versions, keys.host_triple, keys._spec, keys._imports, keys.sources)
+    remembered = (keys.tool_versions, keys._spec, keys._imports, keys.sources)
     for function in remembered:
         function.cache_clear()
     yield
@@ -65,13 +69,23 @@ def test_sources_follow_imports_and_stop_at_this_package() -> None:
     assert {
         "specplan.kernels.scatter.kernel",
         "specplan.kernels.fakes",
-        "specplan.kernels.words",
+        "specplan.kernels.device.memory",
         "specplan.plans.plan",
     } <= found
     assert all(name.startswith("specplan.") for name in found)
     assert "specplan.kernels.scatter.reference" not in found
     assert "specplan.kernels.gather.kernel" not in found
     assert not any(name.startswith("specplan.tools") for name in found)
+
+
+@pytest.mark.parametrize("family", ["gdn_replay", "sparse_gqa_verify"])
+def test_every_module_of_device_code_is_a_source(family: str) -> None:
+    """A stage that no plan's key held could change unseen."""
+    folder = Path(kernels.__file__).parent / family
+    names = {path.stem for path in folder.glob("*.py")}
+    checks = {"__init__", "cases", "reference", "writer"}
+    wanted = {f"specplan.kernels.{family}.{name}" for name in names - checks}
+    assert len(wanted) > 3 and wanted <= set(keys.sources(family))
 
 
 def test_sources_follow_every_spelling_of_an_import(tmp_path: Path) -> None:
@@ -103,13 +117,15 @@ def test_sources_follow_every_spelling_of_an_import(tmp_path: Path) -> None:
     [
         ("kernels/scatter/kernel.py", {"scatter"}),
         ("kernels/gather/kernel.py", {"gather"}),
-        ("kernels/words.py", {"scatter", "gather"}),
+        ("kernels/device/memory.py", {"scatter", "gather"}),
         ("kernels/fakes.py", {"scatter", "gather"}),
         ("plans/plan.py", {"scatter", "gather"}),
         ("kernels/scatter/reference.py", set()),
         ("kernels/gather/cases.py", set()),
-        ("plans/scatter.py", set()),
-        ("tools/cli.py", set()),
+        # What an op declares is compiled in.
+        ("plans/scatter.py", {"scatter"}),
+        ("plans/signature.py", {"scatter", "gather"}),
+        ("tools/cli/build.py", set()),
     ],
 )
 def test_a_source_changes_the_keys_of_the_families_that_reach_it(
@@ -146,7 +162,7 @@ def test_the_key_holds_no_path_directory_or_environment(
 
 def test_the_key_does_not_ask_torch_or_the_driver() -> None:
     full = keys.key(PLAN)
-    assert set(full) == {"format", "symbol", "arch", "options", "sources", "tools", "host"}
+    assert set(full) == {*("format", "symbol", "arch", "options", "sources", "tools", "python")}
     assert set(full["tools"]) <= {"apache-tvm-ffi"} | {
         name for name in full["tools"] if name.startswith("nvidia-cutlass-dsl")
     }
@@ -174,16 +190,44 @@ def test_launch_parameters_do_not_change_the_key() -> None:
     [
         ("options", lambda plan: "--enable-tvm-ffi --gpu-arch sm_90a --opt-level 2"),
         ("tool_versions", lambda: {"nvidia-cutlass-dsl": "4.8.2", "apache-tvm-ffi": "0.1.15"}),
-        ("host_triple", lambda: "aarch64-linux-gnu"),
+        ("python", lambda: "3.10"),
         ("FORMAT", keys.FORMAT + 1),
     ],
 )
-def test_options_tools_host_and_format_change_the_key(
+def test_options_tools_python_and_format_change_the_key(
     monkeypatch: pytest.MonkeyPatch, name: str, value: object
 ) -> None:
     before = keys.digest(keys.key(PLAN))
     monkeypatch.setattr(keys, name, value)
     assert keys.digest(keys.key(PLAN)) != before
+
+
+@pytest.mark.parametrize("minor", [10, 11, 12, 13, 14, 20])
+def test_only_pythons_known_to_compile_alike_share_a_key(
+    monkeypatch: pytest.MonkeyPatch, minor: int
+) -> None:
+    known = keys.digest(keys.key(PLAN))
+    monkeypatch.setattr(sys, "version_info", (3, minor, 0, "final", 0))
+    assert (keys.digest(keys.key(PLAN)) == known) == (minor in keys.SAME_BYTES)
+    if minor not in keys.SAME_BYTES:
+        assert keys.python() == f"3.{minor}"
+
+
+def test_an_older_python_builds_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 10, 13, "final", 0))
+    with pytest.raises(pipeline.BuildError, match=r"Python 3\.10 .* build with 3\.11 or newer"):
+        pipeline.build(load_catalog(), tmp_path / "packs", [PLAN.arch])
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_promised_python_is_one_that_compiles_alike() -> None:
+    """``tests/pythons.py`` compiles with each of these in CI."""
+    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
+    project = tomllib.loads(text)["project"]
+    start = "Programming Language :: Python :: 3."
+    promised = [c.removeprefix(start) for c in project["classifiers"] if c.startswith(start)]
+    assert [int(minor) for minor in promised] == list(keys.SAME_BYTES)
+    assert project["requires-python"] == f">=3.{keys.SAME_BYTES[0]}"
 
 
 def test_every_distribution_of_the_compiler_is_a_tool(

@@ -47,6 +47,8 @@ def test_the_report_has_its_shape_and_its_counts(small_pack: packs.SmallPack) ->
         "reused": 0,
         "linked": 2,
         "failed": [],
+        "cells": {packs.ARCH: {"candidate": 67}},
+        "holds": False,
         "spilled": [],
     }
 
@@ -148,9 +150,10 @@ def test_a_damaged_object_or_library_is_made_again(
 ) -> None:
     root = small_pack.copy(tmp_path / "pack")
     symbol, plan = next(p for p in small_pack.manifest.plans.items() if p[1].family == "gather")
+    from specplan.plans.hosts import HOSTS, this_machine
     from specplan.tools.build import keys
 
-    damaged = root / "objects" / f"{keys.digest(plan.key)}.o"
+    damaged = root / "objects" / f"{keys.object_name(plan.key, HOSTS[this_machine()])}.o"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     library = root / packs.ARCH / small_pack.manifest.objects["scatter"].file
     library.write_bytes(library.read_bytes()[:1000])

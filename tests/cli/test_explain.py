@@ -94,8 +94,8 @@ def test_without_a_pack_the_cell_is_missing(place: Place) -> None:
 def test_a_stale_cell_says_what_changed(place: Place) -> None:
     path = place.certificates / "sm_90a" / "scatter.yaml"
     old = certificates.read(path)
-    plans = {symbol: replace(plan, device_code="other") for symbol, plan in old.plans.items()}
-    path.write_text(certificates.dumps(replace(old, plans=plans)), encoding="utf-8")
+    plans = {symbol: replace(plan, device_code="0" * 64) for symbol, plan in old.plans.items()}
+    certificates.write(path, replace(old, plans=plans))
     ran = explain(place, *CALL)
     assert ran.code == 1
     found = steps(ran)
@@ -201,7 +201,7 @@ def test_a_broken_certificate_is_an_error_with_its_path(place: Place) -> None:
     path.write_text("[", encoding="utf-8")
     ran = explain(place, *CALL)
     assert ran.code == 1
-    assert ran.err.startswith(f"error: {path}: cannot be read")
+    assert ran.err.startswith(f"error: {path}: does not end as a certificate does")
 
 
 def test_the_shipped_catalog_is_the_default(place: Place) -> None:

@@ -9,10 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from specplan.plans import locations, manifest, ranges
+from specplan.plans import evidence, locations, manifest, ranges
+from specplan.tools.marking import restamp
 
 import synthetic
 from synthetic import Place, Ran, specplan
+
+
+@pytest.fixture(autouse=True)
+def installed(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The place's certificates are those of this installation."""
+    monkeypatch.setattr(evidence, "default_directory", lambda: place.certificates)
 
 
 def told(*arguments: str | Path) -> Any:
@@ -32,10 +39,11 @@ def test_packs_are_listed_with_their_plans_and_cells(place: Place) -> None:
     assert nine["directory"] == str(place.packs / "sm_90a")
     assert (nine["used"], nine["families"]) == (True, ["gather", "scatter"])
     lines = specplan("list", "--packs", place.packs).out.splitlines()
-    assert lines[0].split() == ["arch", "plans", "certified", "candidate", "specplan", "directory"]
-    assert sorted(line.split()[:4] for line in lines[1:]) == [
-        ["sm_100a", "5", "0", "32"],
-        ["sm_90a", "5", "32", "0"],
+    head = ["arch", "hosts", "plans", "certified", "candidate", "specplan", "directory"]
+    assert lines[0].split() == head
+    assert sorted(line.split()[:5] for line in lines[1:]) == [
+        ["sm_100a", "x86_64", "5", "0", "32"],
+        ["sm_90a", "x86_64", "5", "32", "0"],
     ]
 
 
@@ -44,8 +52,10 @@ def test_a_pack_behind_another_is_listed_as_such_and_not_used(
 ) -> None:
     other = tmp_path / "data" / "specplan" / "packs"
     synthetic.pack(other, synthetic.catalog(), "sm_90a", families=("scatter",))
+    restamp(other / "sm_90a", [place.certificates])
     monkeypatch.setenv(locations.ENVIRONMENT, str(place.packs))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setattr(locations, "checkout_directory", lambda: None)
     body = told("list", "--arch", "sm_90a")
     assert [(p["directory"], p["used"]) for p in body["packs"]] == [
         (str(place.packs / "sm_90a"), True),
@@ -68,7 +78,7 @@ def test_plans_are_the_manifests_with_the_cells_that_use_them(place: Place) -> N
     for plan in plans:
         record = pack.plans[plan["symbol"]]
         assert plan["registers"] == record.registers == 32
-        assert plan["object_bytes"] == record.object_size
+        assert plan["object_bytes"] == {h: o.size for h, o in record.objects.items()}
         assert plan["device_code"] == record.device_code
 
 
@@ -202,10 +212,10 @@ def test_what_no_manifest_names_is_counted_apart(place: Place) -> None:
 def test_a_table_has_the_totals_and_the_plans_if_asked_for(place: Place) -> None:
     lines = specplan("size", "--packs", place.packs, "--arch", "sm_90a").out.splitlines()
     head, gather, scatter, total = lines[:4]
-    assert head.split()[:4] == ["arch", "family", "plans", "cells"]
-    assert {tuple(line.split()[:4]) for line in (gather, scatter)} == {
-        ("sm_90a", "gather", "3", "12"),
-        ("sm_90a", "scatter", "2", "20"),
+    assert head.split()[:5] == ["arch", "host", "family", "plans", "cells"]
+    assert {tuple(line.split()[:5]) for line in (gather, scatter)} == {
+        ("sm_90a", "x86_64", "gather", "3", "12"),
+        ("sm_90a", "x86_64", "scatter", "2", "20"),
     }
     assert total.split()[:4] == ["in", "all", "5", "32"]
     more = specplan("size", "--packs", place.packs, "--arch", "sm_90a", "--plans").out

@@ -14,7 +14,7 @@ from specplan.tools.cli import main
 from synthetic import Place, specplan
 
 COMMANDS = (
-    *("build", "certify", "coverage", "doctor", "explain", "gc", "list", "size"),
+    *("build", "certify", "coverage", "doctor", "explain", "gc", "list", "simulate", "size"),
     "verify",
 )
 

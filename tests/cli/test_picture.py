@@ -16,6 +16,7 @@ from specplan.plans import certificates, coverage
 from specplan.plans.cell import Cell, State
 from specplan.tools import picture
 from specplan.tools.grids import KINDS, Grid, Patch, grids
+from specplan.tools.marking import restamp
 
 import synthetic
 from synthetic import Place, specplan
@@ -36,6 +37,7 @@ def broken(tmp_path: Path) -> Place:
     gather = certificates.read(place.certificates / "sm_90a" / "gather.yaml")
     other = {s: replace(plan, device_code="0" * 64) for s, plan in gather.plans.items()}
     synthetic.write_certificate(place.certificates, replace(gather, plans=other))
+    restamp(place.packs / "sm_90a", [place.certificates])
     synthetic.pack(place.packs, claims, "sm_100a", keep=lambda c: c.tokens != 1)
     place.object("sm_100a", "gather").write_bytes(b"x")
     return place

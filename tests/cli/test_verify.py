@@ -14,7 +14,8 @@ from synthetic import Place, Ran, specplan
 
 
 def verify(place: Place, *arguments: str) -> Ran:
-    return specplan("verify", "--packs", place.packs, *arguments)
+    where = ("--packs", place.packs, "--certificates", place.certificates)
+    return specplan("verify", *where, *arguments)
 
 
 def test_whole_packs_are_whole(place: Place) -> None:
@@ -26,8 +27,11 @@ def test_whole_packs_are_whole(place: Place) -> None:
 
 
 def test_one_pack_may_be_named(place: Place) -> None:
-    ran = specplan("verify", "--packs", place.packs / "sm_90a")
-    assert (ran.code, ran.out) == (0, f"sm_90a: whole ({place.packs / 'sm_90a'})\n")
+    for named in ((place.packs / "sm_90a",), ("--packs", place.packs / "sm_90a")):
+        ran = specplan("verify", *named, "--certificates", place.certificates)
+        assert (ran.code, ran.out) == (0, f"sm_90a: whole ({place.packs / 'sm_90a'})\n")
+    ran = specplan("verify", place.packs, "--certificates", place.certificates)
+    assert (ran.code, len(ran.out.splitlines())) == (0, 2)
 
 
 def test_the_json_lists_what_is_wrong_by_arch(place: Place) -> None:
@@ -106,6 +110,6 @@ def test_wrong_use_exits_2(place: Place) -> None:
 
 def test_the_environment_names_the_packs(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECPLAN_PACKS", str(place.packs))
-    ran = specplan("verify")
+    ran = specplan("verify", "--certificates", place.certificates)
     assert ran.code == 0
     assert str(place.packs / "sm_90a") in ran.out

@@ -1,29 +1,33 @@
 """Random calls of every op on a GPU: each equals the reference or is declined, and no byte beside
 what it may write changes.
 
-    python tests/device/fuzz.py --packs packs --jobs 16        # 100,000 calls of all families
+    python tests/device/fuzz.py --packs packs --jobs 16        # 100,000 calls, a fresh seed
     python tests/device/fuzz.py --packs packs --family gdn_replay --family sparse_gqa_verify
     python tests/device/fuzz.py --packs packs --seed 7 --batch 12    # one batch again
 
-A batch is of one family, which its number says; what is in it depends on the seed and the number
-alone. Each process stops at its first batch with a failure, and then the exit status is 1. Where
-the device itself fails, the batch again with ``CUDA_LAUNCH_BLOCKING=1`` names the call.
-``tests/fuzzing`` says what calls are made.
+A batch is of one family, which its number says, or of ``mixed`` calls: every op, problem and dtype
+in one sequence, each call answered as a fresh pack answers it. What is in a batch depends on the
+seed and the number alone; without a seed one is drawn, and printed. Each process stops at its first
+batch with a failure, and then the exit status is 1. Where the device itself fails, the batch again
+with ``CUDA_LAUNCH_BLOCKING=1`` names the call. ``tests/fuzzing`` says what calls are made.
 """
 
 from __future__ import annotations
 
 import argparse
+import secrets
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from copy import copy
 from dataclasses import dataclass
 from itertools import count, islice
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import specplan
 import torch
@@ -31,14 +35,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import fuzzing
-from fuzzing import gdn_replay, scenes, sparse_gqa_verify
+from fuzzing import gdn_replay, mixed, scenes, sparse_gqa_verify
 
 #: Calls of a batch, and bytes that each has.
 COPIES, COPY_BYTES = 512, 32 << 10
 EPISODES, EPISODE_BYTES = 128, 128 << 10
 #: Scenes of a batch, and calls over each.
 SCENES, SCENE_CALLS = 8, 32
-FAMILIES = ("scatter", "gdn_replay", "gather", "sparse_gqa_verify", "rollback")
+FAMILIES = ("scatter", "gdn_replay", "gather", "sparse_gqa_verify", "rollback", "mixed")
+#: Calls of a mixed batch; each is made twice.
+MIXED = 256
 
 Problems = dict[str, list[dict[str, int]]]
 
@@ -50,7 +56,7 @@ def geometries(pack: specplan.Pack) -> Problems:
 
 
 def family_of(number: int) -> str:
-    """The family of a batch: of every five in a row each is of another, in no regular order, so
+    """The family of a batch: of every six in a row each is of another, in no regular order, so
     that the batches of one process are of all of them.
     """
     order = list(FAMILIES)
@@ -69,7 +75,9 @@ def batch(
     """Make, run and judge one batch; it depends on the seed and its number alone."""
     chance = Random(f"{seed}:{number}")
     family = family_of(number)
-    if family in ("gdn_replay", "sparse_gqa_verify"):
+    if family == "mixed":
+        mixed_batch(number, chance, pack, problems, device, score)
+    elif family in ("gdn_replay", "sparse_gqa_verify"):
         scene_batch(number, family, chance, pack, problems, device, score)
     elif family == "rollback":
         rollback_batch(number, chance, pack, problems, device, score)
@@ -171,6 +179,63 @@ def scene_batch(
         verdicts.settle(score)
 
 
+class Watched:
+    """A compiled function that writes down the calls that it takes."""
+
+    def __init__(
+        self, symbol: str, function: Any, taken: list[tuple[str, tuple[Any, ...]]]
+    ) -> None:
+        self.symbol, self.function, self.taken = symbol, function, taken
+
+    def __call__(self, *arguments: Any) -> None:
+        self.function(*arguments)
+        self.taken.append((self.symbol, arguments))
+
+
+def mixed_batch(
+    number: int,
+    chance: Random,
+    pack: specplan.Pack,
+    problems: Problems,
+    device: torch.device,
+    score: fuzzing.Score,
+) -> None:
+    """A sequence of mixed calls, each compared with the same call on a fresh pack."""
+    taken: mixed.Launched = []
+    arch_packs = []
+    for each in pack._packs.values():
+        watched = copy(each)
+        watched.functions = {s: Watched(s, f, taken) for s, f in each.functions.items()}
+        arch_packs.append(watched)
+
+    def fresh() -> specplan.Pack:
+        made = specplan.Pack(arch_packs, candidates=True)
+        # The code is loaded: by the pack that all of these are of.
+        made._prepared |= pack._prepared
+        return made
+
+    def launches() -> mixed.Launched:
+        found = list(taken)
+        taken.clear()
+        return found
+
+    # Planes of some problems are many, and the lists of some long; calls are small.
+    small = {
+        **problems,
+        "rollback": [g for g in problems["rollback"] if g["planes"] <= 12],
+    }
+    world = mixed.World(small, lambda tensor, _: tensor.to(device))
+    answers, failures = mixed.sequence(chance, world, MIXED, fresh(), fresh, launches)
+    for answer, found in answers.items():
+        op, _, how = answer.partition(": ")
+        launched = how == "True"
+        score.answers[f"mixed.{op}: {'launched' if launched else f'declined: {how}'}"] += found
+        score.calls += found
+    score.calls += len(failures)
+    score.failures += [fuzzing.Failure(number, -1, "", failure) for failure in failures]
+    torch.cuda.synchronize(device)
+
+
 def work(
     packs: Path | None, seed: int, numbers: Iterable[int], calls: int
 ) -> tuple[fuzzing.Score, int]:
@@ -232,7 +297,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--packs", type=Path)
     parser.add_argument("--calls", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, help="without one, a fresh one")
     parser.add_argument("--jobs", type=int, default=4, help="processes, which share the GPU")
     parser.add_argument("--batch", type=int, help="only this batch")
     parser.add_argument(
@@ -240,6 +305,9 @@ def main() -> int:
     )
     options = parser.parse_args()
     families = tuple(options.family or FAMILIES)
+    if options.seed is None:
+        options.seed = secrets.randbelow(1 << 32)
+    print(f"seed {options.seed}", flush=True)
     start = time.monotonic()
     if options.batch is not None:
         done = [work(options.packs, options.seed, (options.batch,), 1)]

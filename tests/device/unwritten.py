@@ -299,7 +299,9 @@ def _gqa(
             wanted = expected.out.float()
             error = torch.linalg.vector_norm(case.out.float() - wanted)
             size = torch.linalg.vector_norm(wanted).clamp(min=1e-3)
-            relative = Comparison("out", "relative L2 error", error / size, gqa.RELATIVE_L2)
+            relative = Comparison(
+                "out", "relative L2 error", error / size, gqa.RELATIVE_L2, gqa.RELATIVE_L2_SOURCE
+            )
             _hold(f"sparse_gqa_verify {dtype} {requests}x{tokens}", iter([relative]))
             yield
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from numbers import Integral, Real
 from random import Random
 from typing import Any
 
@@ -30,6 +31,32 @@ ITEM = {
 }
 #: What a call may pass in the place of a tensor.
 NO_TENSORS: tuple[Any, ...] = (None, 3, "slots", [1, 2, 3], 2.5)
+
+
+#: Names of integers and numbers of the public calls, and whether None is one of their values.
+SCALARS: Mapping[str, bool] = {
+    **dict.fromkeys(("row_begin", "rows", "requests", "tokens", "drafts", "softmax_scale"), False),
+    **dict.fromkeys(
+        (f"{n}_begin" for n in ("input_ids", "draft_tokens", "pos_offsets", "kv_offsets")), False
+    ),
+    **dict.fromkeys(("splits", "scale"), True),
+}
+#: Of these, the ones that need not be integers.
+FLOATS = ("softmax_scale", "scale")
+
+
+def no_number(arguments: Mapping[str, Any]) -> str:
+    """What of a call is a scalar of a wrong type, whatever it may count as: such a call must be
+    declined. Nothing if all are right.
+    """
+    for name, optional in SCALARS.items():
+        if name not in arguments or (optional and arguments[name] is None):
+            continue
+        kind = Real if name in FLOATS else Integral
+        value = arguments[name]
+        if isinstance(value, bool) or not isinstance(value, kind):
+            return f"{name} is {value!r}"
+    return ""
 
 
 @dataclass(frozen=True)

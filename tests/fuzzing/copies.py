@@ -30,6 +30,7 @@ from fuzzing.calls import (
     any_way,
     dense,
     judge,
+    no_number,
 )
 
 
@@ -165,7 +166,8 @@ def _spoil(chance: Random, call: Call) -> None:
         changed = chance.choice(
             (
                 *(value - 1, value + 1, -1, 0, -value, 257, 1 << 20, *chance.sample(_ENDS, 3)),
-                *(value + (1 << 32), value + (1 << 64), float(value), 2.5, None, "1", True),
+                *(value + (1 << 32), value + (1 << 64), float(value), 2.5, None, "1", True, False),
+                *(torch.tensor(min(max(value, -(1 << 63)), (1 << 63) - 1)), [value]),
             )
         )
         call.arguments[name] = changed
@@ -343,11 +345,12 @@ def run_copies(
             errors[row] = f"answered {answer!r}"
             continue
         score.note(call, answer)
+        if answer is True and no_number(call.arguments):
+            errors[row] = f"was launched, and {no_number(call.arguments)}"
+            continue
         if answer is True and call.defined:
             try:
-                given = host.arguments(call, row).items()
-                # True counts as 1, and torch does not subtract it.
-                REFERENCES[call.op](**{n: 1 if v is True else v for n, v in given})
+                REFERENCES[call.op](**host.arguments(call, row))
             except Exception as error:
                 errors[row] = f"was launched, and the reference raises {error!r}"
     judge(batch, calls, host, Storage(ours.rows.cpu()), before, errors, score)

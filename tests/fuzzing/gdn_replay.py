@@ -172,7 +172,7 @@ def _scales(chance: Random, call: Call, value: Any) -> Sequence[Any]:
 
 
 def _splits(chance: Random, call: Call, value: Any) -> Sequence[Any]:
-    return (3, 0, -1, 8, 1, 2, 4, 2.0, 2.5, "2", True, 1 << 40, (2,), [2])
+    return (3, 0, -1, 8, 1, 2, 4, 2.0, 2.5, "2", True, 1 << 40, (2,), [2], torch.tensor(2))
 
 
 def _tokens(chance: Random, call: Call, value: Any) -> Sequence[Any]:
@@ -280,12 +280,6 @@ def rival(call: Call) -> bool:
     )
 
 
-def _one(call: Call, name: str) -> Any:
-    """An argument, with True as the 1 that it counts as."""
-    value = call.arguments[name]
-    return 1 if value is True else value
-
-
 class _Family:
     """See ``fuzzing.scenes.Family``."""
 
@@ -311,11 +305,11 @@ class _Family:
         if op == "verify":
             written = cases.written_by(op, step, tensors["q"].shape[1])
             written["out"] = (tensors["slot"] >= 0)[:, None, None, None]
-            scale = _one(call, "scale")
+            scale = call.arguments["scale"]
             reference.verify_exact(**given, scale=DEFAULT_SCALE if scale is None else scale)
             return written
         written = cases.written_by(op, step, 0)
-        more = (int(_one(call, "tokens")),) if op == "advance" else ()
+        more = (int(call.arguments["tokens"]),) if op == "advance" else ()
         getattr(reference, op)(*given.values(), *more)
         return written
 
@@ -327,7 +321,7 @@ class _Family:
             atol, rtol, _ = cases.bound_of(name, call.arguments["dtype"])
             if name == "out":
                 # What is read is linear in the queries, and they in their scale.
-                scale = _one(call, "scale")
+                scale = call.arguments["scale"]
                 scale = DEFAULT_SCALE if scale is None else scale
                 atol = max(atol * abs(scale) / DEFAULT_SCALE, 1e-30)
             error = taken_over(found[name], expected[name], written, atol, rtol)

@@ -27,6 +27,7 @@ from fuzzing.calls import (
     any_way,
     dense,
     judge,
+    no_number,
 )
 from fuzzing.copies import random_slots
 
@@ -132,7 +133,9 @@ def _spoil_rollback(chance: Random, call: Call) -> None:
     name = chance.choice([n for n in call.arguments if n != "planes"])
     value = call.arguments[name]
     if not isinstance(value, View):
-        changed = chance.choice((0, -1, value + 1, value + (1 << 32), 1 << 31, 2.5, None, "4"))
+        numbers = (0, -1, value + 1, value + (1 << 32), 1 << 31)
+        others = (2.5, float(value), None, "4", True, torch.tensor(value))
+        changed = chance.choice((*numbers, *others))
         call.arguments[name] = changed
         call.changes.append(f"{name} {value!r} -> {changed!r}")
         return
@@ -232,6 +235,8 @@ def _one(
     if answer is not True and not isinstance(answer, specplan.Uncertified):
         return f"{call.op} answered {answer!r}"
     score.note(call, answer)
+    if answer is True and no_number(call.arguments):
+        return f"{call.op} was launched, and {no_number(call.arguments)}"
     if answer is True:
         try:
             apply(call, host.arguments(call, row), layout, each, host, row)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import specplan
 import torch
 
-from fuzzing.calls import ITEM, NO_TENSORS, Call, Failure, Score, Storage, View
+from fuzzing.calls import ITEM, NO_TENSORS, Call, Failure, Score, Storage, View, no_number
 
 #: What a spoilt tensor's dtype may be.
 DTYPES = (*ITEM, torch.float16, torch.float64, torch.float8_e4m3fn)
@@ -375,6 +375,10 @@ def run_scene(
             raw.copy_(base)
             continue
         score.note(call, answer)
+        if answer is True and no_number(call.arguments):
+            verdicts.wrong(row, scene, call, f"was launched, and {no_number(call.arguments)}")
+            raw.copy_(base)
+            continue
         if answer is not True or family.idle(call):
             verdicts.add(row, scene, call, (), raw, base)
             continue

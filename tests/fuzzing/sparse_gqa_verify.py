@@ -296,7 +296,23 @@ def _scales(chance: Random, call: Call, value: Any) -> Sequence[Any]:
 
 
 def _splits(chance: Random, call: Call, value: Any) -> Sequence[Any]:
-    return (3, 0, -1, 2, 8, MAX_SPLITS, MAX_SPLITS + 1, 2.0, 2.5, "2", True, 1 << 40, [2], 63)
+    return (
+        3,
+        0,
+        -1,
+        2,
+        8,
+        MAX_SPLITS,
+        MAX_SPLITS + 1,
+        2.0,
+        2.5,
+        "2",
+        True,
+        1 << 40,
+        [2],
+        63,
+        torch.tensor(2),
+    )
 
 
 def _orders(chance: Random, call: Call, value: Any) -> Sequence[Any]:

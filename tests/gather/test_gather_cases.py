@@ -1,4 +1,4 @@
-"""gather's input cases: each asks for something, keeps its guards, and comes to its own cell; every
+"""gather's input cases: each moves a value, keeps its guards, and resolves to its own cell; every
 rule is declined.
 """
 

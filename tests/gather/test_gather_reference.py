@@ -87,7 +87,7 @@ def test_the_reference_is_the_contract_and_touches_nothing_else(call: dict[str, 
 
 
 def call_of(lens: list[int], requests: int, tokens: int, **changes: Any) -> dict[str, Any]:
-    """One slot a length; destinations full of -7 with room for one request in front."""
+    """One slot per length; destinations full of -7 with room for one request in front."""
     size = len(lens)
     flat = requests * tokens
 
@@ -117,7 +117,7 @@ def call_of(lens: list[int], requests: int, tokens: int, **changes: Any) -> dict
 
 def test_offsets_follow_the_row_order_and_a_dummy_row_stays_last() -> None:
     """A public bug of this kind: two real rows with lengths 3 and 1 and a dummy behind them, four
-    tokens a request.
+    tokens per request.
     """
     call = call_of([3, 1], 2, 4)
     call["kv_offsets"].zero_()
@@ -127,8 +127,8 @@ def test_offsets_follow_the_row_order_and_a_dummy_row_stays_last() -> None:
 
 
 def test_no_requests_leave_the_offset_buffers_to_the_caller() -> None:
-    """A public bug of this kind: with no previous batch the offsets were garbage. They are the
-    caller's to zero: none is written here.
+    """A public bug of this kind: with no previous batch the offsets were garbage. The
+    caller zeros them: none is written here.
     """
     call = call_of([3, 1], 0, 4)
     for name in DESTINATIONS:

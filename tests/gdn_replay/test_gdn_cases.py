@@ -21,7 +21,7 @@ def every(requests: int, tokens: int, dtype: str = "bf16") -> list[GdnCase]:
 
 
 def worst(case: GdnCase, expected: cases.Expected) -> float:
-    """0 where everything is as expected, above 1 where a check fails."""
+    """The worst error over its bound: 0 where all is as expected, above 1 where a check fails."""
     shares = []
     for comparison in case.compare(expected):
         error = float(comparison.error)
@@ -56,7 +56,7 @@ def test_the_reference_passes_and_doing_nothing_fails(
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_the_matrix_form_with_the_kernels_roundings_stays_within_the_bounds(dtype: str) -> None:
-    """What the device code computes, without the device: the bounds are not exceeded, nor empty.
+    """The device code's arithmetic without the device: the bounds are not exceeded, nor empty.
     Eight heads, so that one decays strongly.
     """
     geometry = {"key_heads": 2, "value_heads": 8}
@@ -101,8 +101,8 @@ def test_full_histories_commit(tokens: int) -> None:
 
 
 def test_large_cells_share_a_graph_with_few() -> None:
-    """What certification holds at a time stays at some GiB: 256 requests of 64 heads are 1.1 GiB of
-    states in fp32.
+    """Certification holds some GiB at a time: 256 requests of 64 heads are 1.1 GiB of states in
+    fp32.
     """
     large, small = {"key_heads": 16, "value_heads": 64}, {"key_heads": 2, "value_heads": 8}
     assert cases.cells_a_graph(large, 256, 4, "fp32") == 1
@@ -123,6 +123,36 @@ def test_refill_is_a_function_of_the_seed_and_poisons() -> None:
         if case.op == "verify":
             assert case.step.tensors["out"].isnan().all()
             assert case.step.tensors["rec_u"].isnan().any()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_inputs_of_padding_rows_are_poisoned(op: str) -> None:
+    case = next(c for c in every(9, 3) if c.op == op)
+    case.refill(1)
+    t, integers = case.step.tensors, case.step.integers
+    padding = t["slot"] < 0
+    assert padding.any() and not padding.all()
+    assert (integers["n_acc"][padding] < 0).all() and (integers["n_acc"][~padding] >= 0).all()
+    if op == "verify":
+        for name in ("q", "k", "v", "a", "b"):
+            assert t[name][padding].isnan().all(), name
+            assert not t[name][~padding].isnan().any(), name
+    if op == "materialize":
+        idle = (integers["src"] < 0) | (integers["dst"] < 0)
+        assert idle.any() and (integers["count"][idle] < 0).all()
+        assert (integers["count"][~idle] >= 0).all()
+
+
+@pytest.mark.parametrize("value", [1e-7, -0.0, float("nan")])
+def test_a_padding_row_that_is_not_exactly_zero_is_found(value: float) -> None:
+    """Far within the bound of ``out``: an input of a padding row reached it, or nobody wrote it."""
+    case = next(c for c in every(3, 2) if c.op == "verify")
+    case.refill(1)
+    expected = case.expect()
+    cases.run_reference("verify", case.step, 2)
+    assert worst(case, expected) == 0.0
+    case.step.tensors["out"][2, 1, 0, 5] = value
+    assert worst(case, expected) == math.inf
 
 
 @pytest.mark.parametrize("op", OPS)

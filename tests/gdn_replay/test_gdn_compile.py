@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 
 import pytest
@@ -46,6 +47,19 @@ def test_verify_does_not_spill(requests: int, registers: int, shared: Shared) ->
     assert stack == 0
     assert used <= registers
     assert used * 32 * plan.int("warps") * plan.int("resident") <= 65536
+
+
+@pytest.mark.parametrize("requests", [1, 64])
+def test_kernel_names_hold_no_module_path(requests: int, shared: Shared) -> None:
+    """A file that moves, or another Python version, must not change the compiled bits."""
+    splits = FAMILY.splits(GEOMETRY, requests, 1, "bf16", H200)
+    plans = FAMILY.plans(GEOMETRY, requests, 1, splits, "bf16", H200)
+    assert {plan.op for plan in plans} >= {"verify", "advance"}
+    for plan in plans:
+        grouped = plan.op == "verify" and plan.int("grouped")
+        name = f"kernel_cutlass_gdn_replay_{plan.op}{'_grouped' if grouped else ''}_0"
+        assert re.findall(r"\.entry (\w+)\(", shared.compiled(plan).ptx) == [name]
+        assert name.encode() in shared.compiled(plan).cubin
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a", "sm_107a"])

@@ -1,18 +1,26 @@
-"""The device code, executed lane by lane on a CPU, against the references."""
+"""The compiled device code against the references, its PTX run on a CPU."""
 
 from __future__ import annotations
 
-import pytest
-import torch
-from specplan.kernels.gdn_replay import cases, reference
+from collections.abc import Iterator
 
-import emulator
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("cutlass")
+
+from shared import Shared  # noqa: E402
+from specplan.kernels.gdn_replay import cases, reference  # noqa: E402
+from specplan.plans.manifest import PlanRecord  # noqa: E402
+
+import reference_pack  # noqa: E402
+from support.simulated import SimulatedFunctions  # noqa: E402
 
 SCALE = cases.HEAD**-0.5
 POOLS = ("out", "state", "rec_u", "rec_k", "rec_G")
-#: state, tokens, rows a warp, warps, grouped
-SINGLE = ("bf16", 4, 32, 4, False)
-GROUPED = ("bf16", 4, 32, 4, True)
+#: state, tokens, rows a warp, grouped
+SINGLE = ("bf16", 4, 32, False)
+GROUPED = ("bf16", 4, 32, True)
 #: A shape, value heads of the key head, and CTAs: shares of 3 x heads that split key heads and rows
 #: of the batch in every way.
 SHAPES = [
@@ -20,14 +28,32 @@ SHAPES = [
     (GROUPED, 1, 1),
     (GROUPED, 2, 1),
     (GROUPED, 2, 4),
-    (("bf16", 8, 32, 4, True), 3, 2),
-    (("bf16", 4, 32, 4, True), 4, 3),
-    (("fp32", 8, 16, 4, True), 2, 4),
-    (("bf16", 8, 16, 4, False), 1, 3),
-    (("fp32", 8, 16, 4, False), 2, 3),
-    (("bf16", 4, 8, 4, False), 1, 3),
+    (("bf16", 8, 32, True), 3, 2),
+    (("bf16", 4, 32, True), 4, 3),
+    (("fp32", 8, 16, True), 2, 4),
+    (("bf16", 8, 16, False), 1, 3),
+    (("fp32", 8, 16, False), 2, 3),
+    (("bf16", 4, 8, False), 1, 3),
 ]
-Shape = tuple[str, int, int, int, bool]
+Shape = tuple[str, int, int, bool]
+
+
+@pytest.fixture(scope="module")
+def gdn(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimulatedFunctions]:
+    made = SimulatedFunctions(reference_pack.built(shared), tmp_path_factory.mktemp("simulated"))
+    yield made
+    made.close()
+
+
+def verify_plan(gdn: SimulatedFunctions, shape: Shape) -> PlanRecord:
+    state, tokens, rows, grouped = shape
+    return gdn.plan("verify", state=state, tokens=tokens, rows=rows, grouped=grouped)
+
+
+def verify(
+    gdn: SimulatedFunctions, tensors: dict[str, torch.Tensor], shape: Shape, ctas: int
+) -> None:
+    gdn.call(verify_plan(gdn, shape), *tensors.values(), SCALE, ctas)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -42,7 +68,9 @@ def small_step(state: str, tokens: int, heads: int, seed: int, lengths: list[int
 
 
 @pytest.mark.parametrize("shape,ratio,ctas", SHAPES)
-def test_verify_against_the_matrix_form(shape: Shape, ratio: int, ctas: int) -> None:
+def test_verify_against_the_matrix_form(
+    gdn: SimulatedFunctions, shape: Shape, ratio: int, ctas: int
+) -> None:
     """One ulp of bf16 on out and u at most (the order of sums differs), 1e-5 on G; every other byte
     the same.
 
@@ -51,12 +79,12 @@ def test_verify_against_the_matrix_form(shape: Shape, ratio: int, ctas: int) -> 
     """
     state, tokens = shape[:2]
     geometry = {"key_heads": 1, "value_heads": ratio}
-    case = cases.GdnCase("emulated", "verify", geometry, 3, tokens - 1, 1, state, "cpu")
+    case = cases.GdnCase("simulated", "verify", geometry, 3, tokens - 1, 1, state, "cpu")
     step, lengths = case.step, torch.tensor([14, 5, 16, 0])
     cases.fill(step, torch.Generator().manual_seed(3), 3, tokens - 1, lengths=lengths)
     expected, want = case.expect(), step.clone()
     reference.verify_wy(**want.tensors)
-    emulator.verify(step.tensors, SCALE, *shape, ctas)
+    verify(gdn, step.tensors, shape, ctas)
     for check in case.compare(expected):
         assert float(check.error) <= check.bound, check
     ulp = 2.0**-7
@@ -66,32 +94,32 @@ def test_verify_against_the_matrix_form(shape: Shape, ratio: int, ctas: int) -> 
         torch.testing.assert_close(got, near, atol=2e-5, rtol=rtol, equal_nan=True)
 
 
-def test_rows_do_not_depend_on_shape_slot_or_order() -> None:
+def test_rows_do_not_depend_on_shape_slot_or_order(gdn: SimulatedFunctions) -> None:
     step = small_step("bf16", 3, 2, seed=5, lengths=[13, 2, 16, 9])
     other = step.clone()
-    emulator.verify(step.tensors, SCALE, *GROUPED, 2)
+    verify(gdn, step.tensors, GROUPED, 2)
     order = torch.tensor([2, 0, 1])
     for name in ("qkv", "ba", "slots"):
         other.backing[name].copy_(other.backing[name][order])
-    emulator.verify(other.tensors, SCALE, "bf16", 4, 16, 4, False, 8)
+    verify(gdn, other.tensors, ("bf16", 4, 16, False), 8)
     assert same_bits(other.backing["out"], step.backing["out"][order])
     for name in ("state", "rec_u", "rec_k", "rec_G"):
         assert same_bits(other.backing[name], step.backing[name])
 
 
 @pytest.mark.parametrize("poisoned", ["q", "k", "v", "a", "b"])
-def test_a_token_does_not_reach_earlier_ones(poisoned: str) -> None:
+def test_a_token_does_not_reach_earlier_ones(gdn: SimulatedFunctions, poisoned: str) -> None:
     step = small_step("bf16", 3, 1, seed=6, lengths=[4, 11])
     other = step.clone()
     other.tensors[poisoned][:, 2] = float("nan")
     for one in (step, other):
-        emulator.verify(one.tensors, SCALE, *SINGLE, 9)
+        verify(gdn, one.tensors, SINGLE, 9)
     assert same_bits(other.tensors["out"][:, :2], step.tensors["out"][:, :2])
     assert same_bits(other.backing["state"], step.backing["state"])
 
 
 @pytest.mark.parametrize("state", ["bf16", "fp32"])
-def test_materialize(state: str) -> None:
+def test_materialize(gdn: SimulatedFunctions, state: str) -> None:
     step = cases.make_step({"key_heads": 1, "value_heads": 2}, 3, 2, state, seed=4, spare=3)
     t = step.tensors
     src = torch.tensor([0, 1, -1], dtype=torch.int32)
@@ -102,7 +130,8 @@ def test_materialize(state: str) -> None:
     w = want.tensors
     pools = ("state", "rec_u", "rec_k", "rec_G", "bank")
     reference.materialize(*(w[name] for name in pools), src, dst, count)
-    emulator.materialize([*(t[name] for name in pools), src, dst, count], state)
+    plan = gdn.plan("materialize", state=state)
+    gdn.call(plan, *(t[name] for name in pools), src, dst, count)
     rtol = 2.0**-7 if state == "bf16" else 1e-5
     torch.testing.assert_close(t["state"].float(), w["state"].float(), atol=1e-5, rtol=rtol)
     for slot in (0, 2, 3, 5):
@@ -112,7 +141,7 @@ def test_materialize(state: str) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_cursors(tokens: int) -> None:
+def test_cursors(gdn: SimulatedFunctions, tokens: int) -> None:
     hist_len = torch.arange(17, dtype=torch.int32).repeat(2)
     bank = (torch.arange(34, dtype=torch.int32) // 17) % 2
     table = torch.stack((torch.randperm(34).int(), torch.zeros(34).int()), dim=1)
@@ -120,8 +149,8 @@ def test_cursors(tokens: int) -> None:
     slot, n_acc = table[:, 0], (torch.arange(34, dtype=torch.int32) % (tokens + 1))
     want = hist_len.clone(), bank.clone()
     reference.advance(*want, slot, n_acc, tokens)
-    emulator.advance([hist_len, bank, slot, n_acc], tokens)
+    gdn.call(gdn.plan("advance"), hist_len, bank, slot, n_acc, tokens)
     assert torch.equal(hist_len, want[0]) and torch.equal(bank, want[1])
     reference.reset(*want, slot[:9])
-    emulator.reset([hist_len, bank, slot[:9]])
+    gdn.call(gdn.plan("reset"), hist_len, bank, slot[:9])
     assert torch.equal(hist_len, want[0]) and torch.equal(bank, want[1])

@@ -1,5 +1,6 @@
-"""The fuzzer of ``gdn_replay`` without a GPU: random calls of the ops over imagined modules
-that run the sequential reference, and the fuzzer's judgement over ops with mistakes in them.
+"""The fuzzer of ``gdn_replay`` without a GPU: random calls of the ops over the compiled host
+functions, with the sequential reference for device code, and the fuzzer's judgement over ops with
+mistakes in them.
 """
 
 from __future__ import annotations
@@ -15,33 +16,37 @@ import specplan
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from specplan import gdn_replay as runtime
+from shared import Shared
 from specplan import library
+from specplan import op as call_path
 
 import fuzzing
+import reference_pack
 from fuzzing import gdn_replay, scenes
-from imagined import ARCH, imagined_pack
-from stubs import OnlyOnDevice, on_device, plain
+from stubs import on_device, plain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 HOST = torch.device("cpu")
 PROBLEMS = [{"key_heads": 2, "value_heads": 8}]
-GET_DEVICE = torch.Tensor.get_device
 
 
 @pytest.fixture
-def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> specplan.Pack:
-    """The imagined pack, on a device on which tensors are only if they say so."""
-    pack, _ = imagined_pack(tmp_path, monkeypatch)
-    arch_pack = pack._packs[ARCH]
-    arch_pack.functions = {s: OnlyOnDevice(f) for s, f in arch_pack.functions.items()}
-    pack._prepared |= {(0, "gdn_replay")}
-    monkeypatch.setattr(torch.Tensor, "get_device", GET_DEVICE, raising=False)
-    alike = runtime._alike
-    monkeypatch.setattr(
-        runtime, "_alike", lambda t: on_device(alike(plain(t))) if t.get_device() == 0 else alike(t)
+def pack(shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> specplan.Pack:
+    """The compiled pack, on a device on which tensors are only if they say so."""
+    directory = reference_pack.built(shared)
+    pack, _ = reference_pack.reference_pack(
+        directory, tmp_path / "recorder", monkeypatch, every_tensor=False
     )
+    pack._prepared |= {(0, "gdn_replay")}
+    alike = call_path._alike
+
+    def there(tensor: torch.Tensor, what: str) -> torch.Tensor:
+        if tensor.get_device() != 0:
+            return alike(tensor, what)
+        return on_device(alike(plain(tensor), what))
+
+    monkeypatch.setattr(call_path, "_alike", there)
     monkeypatch.setattr(library, "tvm_ffi", lambda: SimpleNamespace(from_dlpack=lambda t: t))
     return pack
 

@@ -331,8 +331,8 @@ def test_strong_decay_stays_finite(form: str) -> None:
 def test_the_exact_matrix_form_is_the_definition(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float64 to its rounding, whatever part of the rows it takes at a time; in certification's
-    dtypes to float32's before the last rounding.
+    """Equal to float64's rounding, for any number of rows at a time; in certification's dtypes, to
+    float32's before the last rounding.
     """
     geometry = {"key_heads": 2, "value_heads": 8}
     step = cases.make_step(geometry, 9, 5, "fp32", seed=7)

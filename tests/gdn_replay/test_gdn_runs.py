@@ -24,7 +24,7 @@ def test_the_matrix_form_stays_close_over_many_steps(scenario: Scenario) -> None
 
 
 class FoldsTwice(ReferenceOps):
-    """A cache manager folds what the kernel has folded."""
+    """The cache manager folds a history that the kernel has folded already."""
 
     def verify(self, layer: Layer, step: dict[str, Tensor], slot: Tensor, out: Tensor) -> None:
         commits = layer.pool.commits(slot, out.shape[1])
@@ -42,7 +42,7 @@ class KeepsTheBank(ReferenceOps):
 
 
 class KeepsTheLengthOfNone(ReferenceOps):
-    """A row that committed and accepted nothing keeps its history."""
+    """A row that committed but accepted no token keeps its history."""
 
     def advance(self, layer: Layer, slot: Tensor, n_acc: Tensor, tokens: int) -> None:
         none = torch.where(n_acc > 0, slot, -1)
@@ -71,7 +71,7 @@ def test_wrong_ops_are_found_by_a_long_run(wrong: type[ReferenceOps]) -> None:
 
 
 class Ages(ReferenceOps):
-    """Off by a hundredth of a per cent more at every step: within the bounds all the time."""
+    """An error that grows by 1e-4 per step and stays within the bounds."""
 
     steps = 0
 
@@ -98,7 +98,7 @@ class Exact(ReferenceOps):
 
 
 class DependsOnTheBatch(Exact):
-    """From a number of rows on a commit is another's to make, who does not make it."""
+    """Batches of three rows and more do not commit."""
 
     def verify(self, layer: Layer, step: dict[str, Tensor], slot: Tensor, out: Tensor) -> None:
         before = layer.state.clone()
@@ -121,7 +121,7 @@ def test_a_graph_that_reads_its_buffers_equals_eager_calls() -> None:
 
 
 class Baked(Exact):
-    """Counts are those of the first time."""
+    """Every call takes the accepted counts of the first one."""
 
     def __init__(self) -> None:
         self.counts: dict[int, Tensor] = {}

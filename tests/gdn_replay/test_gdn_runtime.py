@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from shared import Shared
 from specplan import LaunchError, Pack, Reason, Uncertified, UncertifiedCell
 from specplan.kernels.gdn_replay import cases
 from specplan.kernels.gdn_replay.cases import GdnCase
@@ -17,15 +18,17 @@ from specplan.plans.catalog import Catalog
 from specplan.plans.gdn_replay import CommitterError, Cursors
 from specplan.tools.certify import CertificationError, FamilyRun, Shard
 
-from imagined import ARCH, Module, imagined_graphs, imagined_pack
+import reference_pack
+from reference_pack import ARCH, Checked, reference_graphs
 
 GEOMETRY = {"key_heads": 2, "value_heads": 8}
 OPS = ("verify", "advance", "materialize", "reset")
 
 
 @pytest.fixture
-def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Pack, Catalog]:
-    return imagined_pack(tmp_path, monkeypatch)
+def loaded(shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Pack, Catalog]:
+    directory = reference_pack.built(shared)
+    return reference_pack.reference_pack(directory, tmp_path / "recorder", monkeypatch)
 
 
 @pytest.fixture
@@ -46,12 +49,12 @@ def call_of(op: str, *sizes: Any, **changes: Any) -> dict[str, Any]:
     return {**arguments, **changes}
 
 
-def functions(pack: Pack) -> dict[str, Module]:
-    found: dict[str, Module] = pack._packs[ARCH].functions
+def functions(pack: Pack) -> dict[str, Checked]:
+    found: dict[str, Checked] = pack._packs[ARCH].functions
     return found
 
 
-def launches(pack: Pack, op: str) -> list[tuple[Module, tuple[Any, ...]]]:
+def launches(pack: Pack, op: str) -> list[tuple[Checked, tuple[Any, ...]]]:
     """Launches with a row of the batch; those without one only load code or ask a module."""
     at = {"verify": 13, "advance": 2, "materialize": 5, "reset": 2}[op]
     return [
@@ -334,9 +337,12 @@ def test_pools_that_do_not_fit_the_cursors_are_refused() -> None:
 @pytest.fixture
 def run(loaded: tuple[Pack, Catalog], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FamilyRun:
     pack, catalog = loaded
-    imagined_graphs(pack, monkeypatch)
-    monkeypatch.setattr("specplan.tools.certify._device_facts", lambda device: {"name": "none"})
-    return FamilyRun(catalog, pack, "gdn_replay", torch.device("cpu"), tmp_path, Shard(1, 1))
+    reference_graphs(pack, monkeypatch)
+    facts = {"name": "none", "capability": "9.0", "sm_count": 132, "driver": "none"}
+    monkeypatch.setattr("specplan.tools.certify._device_facts", lambda device: facts)
+    directory = tmp_path / ARCH
+    directory.mkdir(exist_ok=True)
+    return FamilyRun(catalog, pack, "gdn_replay", torch.device("cpu"), directory, Shard(1, 1))
 
 
 def test_the_driver_certifies_the_references(run: FamilyRun, loaded: tuple[Pack, Catalog]) -> None:
@@ -347,7 +353,31 @@ def test_the_driver_certifies_the_references(run: FamilyRun, loaded: tuple[Pack,
         and (cell.requests, cell.tokens, cell.dtype) in ((3, 4, "bf16"), (1, 1, "fp32"))
     ]
     assert {cell.splits for cell in cells} >= {2, 4}
-    assert "error" in run.certify(cells).read_text()
+    found = certificates.read(run.certify(cells))
+    assert found.recorded == certificates.EVERY_OUTPUT
+    # Every output by the plan that wrote it; the state by two ops.
+    wrote: dict[str, set[str]] = {}
+    for tally in found.tallies:
+        assert tally.comparisons > 0
+        for symbol, problems in tally.errors.items():
+            assert set(problems) == {"small"}
+            wrote.setdefault(symbol, set()).add(tally.output.name)
+    exact = {"all that must not change", "all that the call writes, run again"}
+    expected = {
+        "verify": {"out", "state", "rec_u", "rec_k", "rec_G", *exact},
+        "materialize": {"state", *exact},
+        "advance": exact,
+        "reset": exact,
+    }
+    ops = {symbol: run.manifest.plans[symbol].op for symbol in wrote}
+    assert set(ops.values()) == set(expected)
+    for symbol, op in ops.items():
+        assert wrote[symbol] == expected[op], symbol
+    # bf16 and fp32 states have bounds of their own.
+    assert len([tally for tally in found.tallies if tally.output.name == "state"]) == 2
+    assert sum(cell.comparisons for cell in found.cells()) == sum(
+        tally.comparisons for tally in found.tallies
+    )
 
 
 def test_a_run_that_was_killed_within_a_line_resumes(
@@ -370,7 +400,7 @@ def test_a_run_that_was_killed_within_a_line_resumes(
 
     monkeypatch.setattr(run, "run_batch", batch)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("specplan.tools.certify.write_atomically", _killed)
+        patch.setattr("specplan.tools.certify.certificates.write", _killed)
         run.certify(cells)
     assert ran == cells
     text = run.progress_path.read_text()
@@ -379,11 +409,24 @@ def test_a_run_that_was_killed_within_a_line_resumes(
     ran.clear()
     path = run.certify(cells)
     assert ran == cells[-1:]
-    assert len(certificates.read(path).cells) == len(cells)
+    resumed = certificates.read(path)
+    assert resumed.count == len(cells)
+    run.path = run.path.with_name("gdn_replay.2.yaml")
+    whole = certificates.read(run.certify(cells))
+    # Inputs differ, since a batch draws its own: what was compared, and how often, does not.
+    assert whole.groups == resumed.groups
+    compared = [
+        {
+            t.output: (t.comparisons, {s: set(problems) for s, problems in t.errors.items()})
+            for t in each.tallies
+        }
+        for each in (whole, resumed)
+    ]
+    assert compared[0] == compared[1]
     assert not run.progress_path.exists()
 
 
-def _killed(path: Path, content: bytes) -> None:
+def _killed(path: Path, certificate: Any) -> None:
     raise KeyboardInterrupt
 
 
@@ -401,7 +444,7 @@ def test_the_driver_finds_a_wrong_value(
         tensor = arguments[cases.reference_arguments("verify").index(buffer)]
         tensor.mul_(1.5)
 
-    monkeypatch.setattr("imagined.reference", _Instead(cases.reference, verify=broken))
+    monkeypatch.setattr("reference_pack.reference", _Instead(cases.reference, verify=broken))
     (cell,) = (
         cell
         for cell in loaded[1].cells(ARCH, "gdn_replay")

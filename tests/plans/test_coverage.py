@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from specplan.plans import certificates, coverage, manifest
 from specplan.plans.cell import Cell, State
+from specplan.plans.certificates import group_cells
 from specplan.plans.manifest import PlanRecord
+from specplan.tools.marking import restamp
 
 import synthetic
 from synthetic import Place, specplan
@@ -49,7 +51,7 @@ def reasons(found: coverage.Coverage, family: str) -> set[str]:
 
 def edit_certificate(place: Place, family: str, change: Callable[[Any], Any]) -> None:
     path = place.certificates / "sm_90a" / f"{family}.yaml"
-    path.write_text(certificates.dumps(change(certificates.read(path))), encoding="utf-8")
+    certificates.write(path, change(certificates.read(path)))
 
 
 def edit_manifest(place: Place, arch: str, change: Callable[[Any], Any]) -> None:
@@ -93,6 +95,7 @@ def test_missing_is_a_cell_without_a_plan(place: Place) -> None:
         return (cell.problem, cell.tokens) != ("large", 3)
 
     synthetic.pack(place.packs, synthetic.catalog(), "sm_90a", keep=keep)
+    restamp(place.packs / "sm_90a", [place.certificates])
     found = judge(place, "sm_90a")
     assert states(found) == {
         "scatter": {"certified": 17, "missing": 3},
@@ -174,11 +177,10 @@ def test_the_reason_is_the_stale_certificates_and_not_that_of_one_that_knows_not
     place: Place,
 ) -> None:
     def of_small(evidence: certificates.Certificate) -> certificates.Certificate:
-        cells = tuple(cell for cell in evidence.cells if cell.problem == "small")
-        return replace(evidence, cells=cells)
+        return replace(evidence, groups=tuple(g for g in evidence.groups if g.problem == "small"))
 
     def of_other_bits(evidence: certificates.Certificate) -> certificates.Certificate:
-        plans = {s: replace(p, host_code="other") for s, p in evidence.plans.items()}
+        plans = {s: replace(p, host_code="0" * 64) for s, p in evidence.plans.items()}
         return replace(evidence, plans=plans)
 
     shipped = certificates.read(place.certificates / "sm_90a" / "scatter.yaml")
@@ -237,7 +239,7 @@ def test_a_claim_ahead_of_its_evidence_fails(place: Place) -> None:
 
 def test_one_cell_without_evidence_fails(place: Place) -> None:
     def change(evidence: certificates.Certificate) -> certificates.Certificate:
-        return replace(evidence, cells=evidence.cells[1:])
+        return replace(evidence, groups=group_cells(list(evidence.cells())[1:]))
 
     edit_certificate(place, "gather", change)
     found = judge(place, "sm_90a")
@@ -257,6 +259,11 @@ def test_a_local_certificate_counts_and_makes_a_candidate_certified(place: Place
     local = coverage.local_certificates(place.packs / "sm_100a")
     synthetic.write_certificate(local, synthetic.certificate(pack, "gather"))
     found = judge(place, "sm_100a")
+    assert states(found)["gather"] == {"candidate": 12}
+    assert not found.holds
+    assert "12 cells that a certificate covers" in found.complaints[0]
+    restamp(place.packs / "sm_100a", [])
+    found = judge(place, "sm_100a")
     assert states(found) == {"scatter": {"candidate": 20}, "gather": {"certified": 12}}
     assert found.holds
 
@@ -264,7 +271,7 @@ def test_a_local_certificate_counts_and_makes_a_candidate_certified(place: Place
 def test_a_stale_certificate_leaves_a_candidate_claim_a_candidate(place: Place) -> None:
     pack = manifest.read(place.packs / "sm_100a")
     evidence = synthetic.certificate(pack, "gather")
-    plans = {s: replace(p, device_code="other") for s, p in evidence.plans.items()}
+    plans = {s: replace(p, device_code="0" * 64) for s, p in evidence.plans.items()}
     local = coverage.local_certificates(place.packs / "sm_100a")
     synthetic.write_certificate(local, replace(evidence, plans=plans))
     found = judge(place, "sm_100a")
@@ -288,7 +295,9 @@ def test_strict_complains_about_certificates_of_an_arch_that_the_catalog_lacks(
     place: Place,
 ) -> None:
     evidence = certificates.read(place.certificates / "sm_90a" / "scatter.yaml")
-    path = synthetic.write_certificate(place.certificates, replace(evidence, arch="sm_91a"))
+    path = place.certificates / "sm_91a" / "scatter.yaml"
+    path.parent.mkdir()
+    certificates.write(path, evidence)
     assert judge(place, "sm_90a").holds
     found = judge(place, "sm_90a", strict=True)
     assert found.complaints == [
@@ -314,12 +323,12 @@ def test_the_exit_code_is_0_when_every_claim_holds(place: Place) -> None:
     ran = run(place)
     assert (ran.code, ran.err) == (0, "")
     lines = ran.out.splitlines()
-    assert lines[0].split() == ["family", "arch", *STATES, "cells"]
+    assert lines[0].split() == ["family", "arch", *STATES, "cells", "simulated"]
     assert [line.split() for line in lines[1:-1]] == [
-        ["scatter", "sm_90a", "20", ".", ".", ".", ".", "20"],
-        ["scatter", "sm_100a", ".", "20", ".", ".", ".", "20"],
-        ["gather", "sm_90a", "12", ".", ".", ".", ".", "12"],
-        ["gather", "sm_100a", ".", "12", ".", ".", ".", "12"],
+        ["scatter", "sm_90a", "20", ".", ".", ".", ".", "20", "."],
+        ["scatter", "sm_100a", ".", "20", ".", ".", ".", "20", "."],
+        ["gather", "sm_90a", "12", ".", ".", ".", ".", "12", "."],
+        ["gather", "sm_100a", ".", "12", ".", ".", ".", "12", "."],
     ]
     assert lines[-1] == "every claim holds"
 
@@ -363,14 +372,16 @@ def test_the_exit_code_is_2_when_used_wrongly(
     assert said in ran.err
 
 
-def test_a_broken_catalog_or_certificate_is_one_line_and_exit_1(place: Place) -> None:
-    (place.certificates / "sm_90a" / "gather.yaml").write_text("a: [", encoding="utf-8")
+def test_a_broken_certificate_exits_1_and_a_broken_catalog_2_with_one_line(place: Place) -> None:
+    path = place.certificates / "sm_90a" / "gather.yaml"
+    path.write_text(path.read_text().replace("Device nine", "Device ten"))
     ran = run(place)
     assert ran.code == 1
-    assert ran.err.startswith(f"error: {place.certificates}/sm_90a/gather.yaml: cannot be read")
+    said = f"error: {path}: does not match its own digest: it was edited"
+    assert ran.err.startswith(said)
     place.catalog_path.write_text("schema: 3\narchs: {}\nfamilies: {}\n", encoding="utf-8")
     ran = run(place)
-    assert ran.code == 1
+    assert ran.code == 2
     problem = "schema is 3, this version of specplan reads 1"
     assert ran.err == f"error: {place.catalog_path}:1:9: {problem}\n"
 
@@ -378,11 +389,12 @@ def test_a_broken_catalog_or_certificate_is_one_line_and_exit_1(place: Place) ->
 def test_no_pack_at_all_exits_1_and_says_how_to_build(place: Place, tmp_path: Path) -> None:
     ran = specplan("coverage", *place.options, "--packs", tmp_path / "empty", "--json")
     assert ran.code == 1
-    assert json.loads(ran.out) == {"cells": [], "summary": {}}
-    assert ran.err == (
-        f"error: no pack under {tmp_path / 'empty'}; build one with `specplan build`, "
-        "or name it with --packs\n"
+    said = (
+        f"no pack under {tmp_path / 'empty'}; build one with `specplan build`, "
+        "or name it with --packs"
     )
+    assert json.loads(ran.out) == {"cells": [], "summary": {}, "complaints": [said]}
+    assert ran.err == f"error: {said}\n"
 
 
 def test_one_arch_and_one_family_can_be_asked_for(place: Place) -> None:
@@ -430,6 +442,10 @@ CELL_KEYS = [
     "arch",
     "state",
     "plan",
+    "claimed",
+    "holds",
+    "reason",
+    "simulated",
 ]
 
 
@@ -437,7 +453,8 @@ def test_the_json_has_exactly_the_documented_shape(place: Place) -> None:
     place.object("sm_100a", "gather").unlink()
     ran = run(place, "--json")
     body = json.loads(ran.out)
-    assert list(body) == ["cells", "summary"]
+    assert list(body) == ["cells", "summary", "complaints"]
+    assert body["complaints"] == []
     assert len(body["cells"]) == 64
     for cell in body["cells"]:
         assert list(cell) == CELL_KEYS
@@ -452,6 +469,10 @@ def test_the_json_has_exactly_the_documented_shape(place: Place) -> None:
             str,
             str,
             str,
+            str,
+            bool,
+            str,
+            bool,
         ]
         assert cell["rows"] == cell["requests"] * cell["tokens"]
         assert cell["state"] in STATES
@@ -466,15 +487,40 @@ def test_the_json_has_exactly_the_documented_shape(place: Place) -> None:
         "arch": "sm_90a",
         "state": "certified",
         "plan": "scatter__history2__next2__draft1__lanes2__sm_90a",
+        "claimed": "certified",
+        "holds": True,
+        "reason": "",
+        "simulated": False,
     }
+    broken = [cell for cell in body["cells"] if not cell["holds"]]
+    assert {(c["family"], c["arch"], c["claimed"], c["state"]) for c in broken} == {
+        ("gather", "sm_100a", "candidate", "corrupt")
+    }
+    assert len(broken) == 12 and all("cannot be read" in cell["reason"] for cell in broken)
     assert body["summary"] == {
         "scatter": {"sm_90a": {"certified": 20}, "sm_100a": {"candidate": 20}},
         "gather": {"sm_90a": {"certified": 12}, "sm_100a": {"corrupt": 12}},
     }
 
 
+def test_the_json_has_the_complaints_about_packs_and_evidence(place: Place) -> None:
+    (place.packs / "sm_100a" / "manifest.json").write_text("{", encoding="utf-8")
+    unclaimed = place.certificates / "sm_70"
+    unclaimed.mkdir()
+    (unclaimed / "scatter.yaml").write_text("", encoding="utf-8")
+    ran = run(place, "--json", "--strict")
+    body = json.loads(ran.out)
+    broken, orphan = body["complaints"]
+    assert "sm_100a/manifest.json: is not JSON" in broken
+    assert "the catalog has no arch 'sm_70'" in orphan
+    assert ran.err.splitlines()[:2] == [f"does not hold: {text}" for text in body["complaints"]]
+
+
 def test_the_summary_counts_the_cells_that_are_listed(place: Place) -> None:
-    edit_certificate(place, "scatter", lambda evidence: replace(evidence, cells=evidence.cells[5:]))
+    def change(evidence: certificates.Certificate) -> certificates.Certificate:
+        return replace(evidence, groups=group_cells(list(evidence.cells())[5:]))
+
+    edit_certificate(place, "scatter", change)
     body = json.loads(run(place, "--json").out)
     counts = Counter((c["family"], c["arch"], c["state"]) for c in body["cells"])
     nested = {
@@ -503,13 +549,13 @@ def test_the_markdown_is_a_table(place: Place) -> None:
     lines = ran.out.splitlines()
     assert all(line.startswith("| ") and line.endswith(" |") for line in lines)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert {len(row) for row in rows} == {8}
-    assert rows[0] == ["family", "arch", *STATES, "cells"]
+    assert {len(row) for row in rows} == {9}
+    assert rows[0] == ["family", "arch", *STATES, "cells", "simulated"]
     assert all(re.fullmatch(r"-+:?", rule) for rule in rows[1])
-    assert [rule.endswith(":") for rule in rows[1]] == [False] * 2 + [True] * 6
+    assert [rule.endswith(":") for rule in rows[1]] == [False] * 2 + [True] * 7
     assert rows[2:] == [
-        ["scatter", "sm_90a", "20", ".", ".", ".", ".", "20"],
-        ["scatter", "sm_100a", ".", "20", ".", ".", ".", "20"],
-        ["gather", "sm_90a", "12", ".", ".", ".", ".", "12"],
-        ["gather", "sm_100a", ".", "12", ".", ".", ".", "12"],
+        ["scatter", "sm_90a", "20", ".", ".", ".", ".", "20", "."],
+        ["scatter", "sm_100a", ".", "20", ".", ".", ".", "20", "."],
+        ["gather", "sm_90a", "12", ".", ".", ".", ".", "12", "."],
+        ["gather", "sm_100a", ".", "12", ".", ".", ".", "12", "."],
     ]

@@ -4,6 +4,7 @@ be used.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from specplan.plans import coverage, deployment, manifest
+from specplan.plans import certificates, coverage, deployment, evidence, manifest
 from specplan.plans.catalog import Catalog
 from specplan.plans.certificates import CertificateError
 from specplan.plans.deployment import DeploymentError
@@ -89,7 +90,7 @@ DEPLOYMENT = {
     "arch": "sm_90a",
     "max_requests": 4,
     "draft_lengths": [0, 1],
-    "graph_requests": [1, 2],
+    "graph_requests": [1, 2, 4],
     "eager": False,
     "families": {"scatter": {"history": 2, "next": 2, "draft": 1}, "gather": {"problem": "large"}},
 }
@@ -107,7 +108,7 @@ def test_a_deployment_is_read_or_refused_with_its_place(
         assert str(error).startswith("server.yaml")
         return
     if len(found.requests) * len(found.tokens) < 500:
-        assert all(cell.arch == found.arch for _, cell in deployment.reachable(found, claims))
+        assert all(cell.arch in found.archs for _, cell, _ in deployment.reachable(found, claims))
 
 
 @FUZZ
@@ -122,15 +123,29 @@ def test_any_text_is_a_deployment_or_its_error(claims: Catalog, text: str) -> No
 def test_a_certificate_is_read_or_refused_and_then_judges(
     place: synthetic.Place, claims: Catalog, tmp_path: Path, data: st.DataObject
 ) -> None:
-    real = (place.certificates / "sm_90a" / "scatter.yaml").read_text()
-    body = mutated(data, yaml.safe_load(real))
+    """Both files carry the digests of what they say, so that their contents are looked at."""
+    path = place.certificates / "sm_90a" / "scatter.yaml"
+    head = yaml.safe_load(path.read_text())
+    (cells,) = path.parent.glob("scatter-*.json")
+    inside = json.loads(cells.read_text())
+    count = head.pop("cells")["count"]
+    del head["digest"], inside["digest"]
+    if data.draw(st.booleans()):
+        head = mutated(data, head)
+    else:
+        inside = mutated(data, inside)
     path = tmp_path / "sm_90a" / "scatter.yaml"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(yaml.safe_dump(body, allow_unicode=True), encoding="utf-8")
+    text = evidence.sealed(json.dumps(inside).removesuffix("}"))
+    path.with_name(cells.name).write_text(text)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    named = f"cells: {{file: {cells.name}, sha256: {digest}, count: {count}}}\n"
+    written = yaml.safe_dump(head, allow_unicode=True)
+    path.write_text(certificates.sealed(written + named), encoding="utf-8")
     try:
         found = coverage.compute(claims, place.packs, ["sm_90a"], [tmp_path], strict=True)
     except CertificateError as error:
-        assert str(path) in str(error)
+        assert str(path.parent) in str(error)
         return
     assert len(found.rows) == 32
 

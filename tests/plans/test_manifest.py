@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -79,7 +81,7 @@ def test_launch_parameters_and_order_of_constants_survive(built: Manifest) -> No
 def test_the_text_does_not_depend_on_the_order_of_the_facts(built: Manifest, text: str) -> None:
     turned = replace(
         built,
-        objects=backwards(built.objects),
+        hosts=backwards(built.hosts),
         plans=backwards(built.plans),
         tools=backwards(built.tools),
         problems=backwards(built.problems),
@@ -172,13 +174,16 @@ def test_bytes_that_are_no_text_and_a_directory_are_unreadable(tmp_path: Path) -
         manifest.read(tmp_path)
 
 
-@pytest.mark.parametrize("schema", [2, 99])
+@pytest.mark.parametrize("schema", [manifest.SCHEMA + 1, 99])
 def test_a_newer_schema_says_so(text: str, schema: int) -> None:
     body = json.loads(text)
     body["schema"] = schema
     reason, message = reason_of(with_digest(body))
     assert reason == "schema"
-    assert f"a newer version of specplan (schema {schema}, this one reads 1)" in message
+    assert (
+        f"a newer version of specplan (schema {schema}, this one reads {manifest.SCHEMA})"
+        in message
+    )
 
 
 @pytest.mark.parametrize("schema", [0, None, "1"])
@@ -197,7 +202,7 @@ def test_other_json_is_no_manifest(document: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["arch", "capability", "specplan", "tools", "host", "objects", "plans", "problems", "cells"],
+    ["arch", "capability", "specplan", "tools", "hosts", "plans", "problems", "cells"],
 )
 def test_a_body_that_lacks_a_part_is_unreadable_even_with_its_digest(text: str, name: str) -> None:
     body = json.loads(text)
@@ -334,3 +339,55 @@ def test_an_atomic_write_replaces_whole_or_not_at_all(
         manifest.write_atomically(path, b"broken")
     assert path.read_bytes() == b"new"
     assert [p.name for p in tmp_path.iterdir()] == ["manifest.json"]
+
+
+# What leads out of a pack, or is more than any
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../evil.so",
+        "/tmp/evil.so",
+        "a/b.so",
+        "..",
+        ".",
+        "",
+        ".hidden.so",
+        "a\nb.so",
+        "a b.so",
+        None,
+        3,
+    ],
+)
+def test_a_file_name_that_leads_out_of_the_pack_is_refused(tmp_path: Path, name: Any) -> None:
+    built = synthetic.pack(tmp_path, synthetic.catalog(), "sm_90a")
+    body = json.loads(manifest.dumps(built))
+    (host,) = body["hosts"].values()
+    host["objects"]["scatter"]["file"] = name
+    (tmp_path / "sm_90a" / manifest.NAME).write_text(manifest.sealed(body))
+    with pytest.raises(ManifestError, match="is no name of a file in the pack"):
+        manifest.read(tmp_path / "sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("extent", "said"),
+    [
+        ({"tokens": "1..1000000000000", "requests": 1}, "more than a million values"),
+        ({"tokens": "1..1000000", "requests": "1..1000000"}, "outside 1..1024"),
+        ({"tokens": "1..1024", "requests": "1..65536"}, "67,108,"),
+        ({"tokens": 0, "requests": 1}, "tokens 0..0 are outside"),
+        ({"tokens": 1, "requests": -5}, "requests -5..-5 are outside"),
+    ],
+)
+def test_extents_that_no_catalog_has_are_refused_before_they_are_counted(
+    tmp_path: Path, extent: dict[str, Any], said: str
+) -> None:
+    built = synthetic.pack(tmp_path, synthetic.catalog(), "sm_90a")
+    body = json.loads(manifest.dumps(built))
+    body["cells"][0]["extent"] = [extent]
+    (tmp_path / "sm_90a" / manifest.NAME).write_text(manifest.sealed(body))
+    start = time.process_time()
+    with pytest.raises(ManifestError, match=re.escape(said)):
+        manifest.read(tmp_path / "sm_90a")
+    assert time.process_time() - start < 2

@@ -92,6 +92,26 @@ def test_outside_places_are_drawn() -> None:
     assert (within == case.page_tokens).any()
 
 
+def test_places_of_64_bits_exist_in_their_lower_half_alone() -> None:
+    """A kernel that kept 32 bits of an index would move such a row."""
+    case = RollbackCase("outside", "gather", SMALL, 64, 2, "int64", "cpu", places="outside")
+    case.refill(0)
+    for name, extent in (("pages", case.pages), ("within", case.page_tokens)):
+        index = case.tensors[name]
+        outside = (index < 0) | (index >= extent)
+        truncated = index.int()
+        assert (outside & (truncated >= 0) & (truncated < extent)).any(), name
+
+
+def test_rows_of_no_request_hold_garbage() -> None:
+    case = RollbackCase("listed", "commit", SMALL, 64, 2, "int32", "cpu", listed=True)
+    case.refill(0)
+    requests, ordinals = case.tensors["row_requests"], case.tensors["row_ordinals"]
+    padding = (requests < 0) | (requests >= case.requests)
+    assert padding.any() and not padding.all()
+    assert torch.equal((ordinals < 0) | (ordinals >= case.tokens), padding)
+
+
 def test_planes_with_gaps_in_their_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="rows must be dense"):
         cases.describe_plane(torch.zeros(2, 4, 8)[:, :, ::2])

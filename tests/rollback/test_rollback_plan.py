@@ -170,7 +170,7 @@ def test_the_rule_covers_every_cell_with_few_plans(geometry: dict[str, int]) -> 
 
 
 def test_splits_of_the_known_planes() -> None:
-    """The chunks that were measured best on an H200: 8 rows a CTA up to 128 rows, 32 above, 64 at
+    """The chunks that were measured best on an H200: 8 rows per CTA up to 128 rows, 32 above, 64 at
     2048.
     """
     found = {r: FAMILY.splits(QSA, r, 1, "int32", H200) for r in (1, 4, 16, 17, 128, 256)}

@@ -18,6 +18,7 @@ import specplan  # noqa: E402
 from specplan import Reason, UncertifiedCell, op  # noqa: E402
 from specplan import pack as runtime_pack  # noqa: E402
 from specplan.kernels.rollback.cases import RollbackCase  # noqa: E402
+from specplan.loading import ArchPack  # noqa: E402
 from specplan.plans import catalog as catalogs  # noqa: E402
 from specplan.plans.coverage import uses_of  # noqa: E402
 from specplan.plans.manifest import Manifest, PlanRecord, group_cells  # noqa: E402
@@ -63,12 +64,12 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> specplan.Pack:
             entries.append((cell, uses_of(of_cell), True, True))
             for plan in of_cell:
                 plans[plan.symbol] = PlanRecord(
-                    plan.symbol, "rollback", plan.op, plan.spec, {}, "", "", "", 0, 0, 0, ""
+                    plan.symbol, "rollback", plan.op, plan.spec, {}, "", "", "", 0, 0, {}
                 )
-    arch_pack = object.__new__(runtime_pack._ArchPack)
+    arch_pack = object.__new__(ArchPack)
     arch_pack.directory = Path("nowhere")
     arch_pack.manifest = Manifest(
-        *(ARCH, (9, 0), "0", {}, "host", {}, plans, catalog.problems, group_cells(entries))
+        *(ARCH, (9, 0), "0", {}, {}, plans, catalog.problems, group_cells(entries))
     )
     arch_pack.functions = {s: Compiled(s, dict(p.spec)) for s, p in plans.items()}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -79,7 +80,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> specplan.Pack:
     pack._prepared.add((0, "rollback"))
     # The optional arguments that a call leaves out are made on the imagined device once.
     nothing = on_device(torch.empty(0, dtype=torch.int32))
-    pack.rollback.commit._absent[0] = (nothing, on_device(torch.empty(0, 9, dtype=torch.int64)))
+    pack.rollback.commit.op._absent[0] = (nothing, on_device(torch.empty(0, 9, dtype=torch.int64)))
     return pack
 
 
@@ -238,7 +239,7 @@ def test_bind_asks_the_module_with_a_launch_of_no_work(
 def test_bind_and_call_take_the_same_call(
     loaded: specplan.Pack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a commit leaves out is what it leaves out, wherever it stands in the signature."""
+    """An argument that is left out is left out of both, wherever it stands in the signature."""
     converter = type("NoConversion", (), {"from_dlpack": staticmethod(lambda tensor: tensor)})
     monkeypatch.setattr(op.library, "tvm_ffi", lambda: converter)
     given = call("commit", staged=True)

@@ -56,7 +56,7 @@ def pack(small_pack: packs.SmallPack, monkeypatch: pytest.MonkeyPatch) -> specpl
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda index=None: None)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    for op in (type(loaded.scatter), type(loaded.gather)):
+    for op in (type(loaded.scatter.op), type(loaded.gather.op)):
         real = op.idle_arguments.__func__
 
         def on_host(cls: Any, plan: Any, device: Any, real: Any = real) -> Any:

@@ -57,7 +57,7 @@ class Module:
         beyond = self._beyond(call)
         if beyond is not None:
             self.beyond.append(beyond)
-        given = {n: 1 if v is True else _plain(v) for n, v in call.items()}
+        given = {n: _plain(v) for n, v in call.items()}
         fuzzing.REFERENCES[self.family](**given)
 
     def _beyond(self, call: Mapping[str, Any]) -> str | None:

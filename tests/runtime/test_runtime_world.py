@@ -151,11 +151,11 @@ def test_loading_where_cuda_cannot_be_used_is_the_same_error(
 
 
 def test_the_hook_costs_a_call_nothing(used: specplan.Pack) -> None:
-    """The ops of the process that loaded them are the classes as written: nothing stands between
-    a call and them.
+    """The ops of the process that loaded them are the functions made from their declarations:
+    nothing stands between a call and them.
     """
-    assert type(used.scatter).__module__ == "specplan.scatter"
-    assert type(used.scatter).__call__ is specplan.pack.Scatter.__call__
+    assert used.scatter.__code__.co_name == "scatter"
+    assert used.scatter.__code__.co_filename == "<specplan scatter.scatter>"
     assert "prepare" not in vars(used)
     assert forked.inherited() is False
 
@@ -210,7 +210,7 @@ def mixed(
     for pack in loaded._packs.values():
         plans = pack.manifest.plans.items()
         pack.functions = {symbol: Compiled(symbol, dict(plan.spec)) for symbol, plan in plans}
-    for op in (type(loaded.scatter), type(loaded.gather)):
+    for op in (type(loaded.scatter.op), type(loaded.gather.op)):
         real = op.idle_arguments.__func__
         on_host = functools.partial(_idle_on_host, real)
         monkeypatch.setattr(op, "idle_arguments", classmethod(on_host))
@@ -348,6 +348,8 @@ import json, os, sys, io, contextlib, pwd
 import torch, click, yaml, specplan, specplan.pack, specplan.tools.cli, specplan.tools.build
 import specplan.tools.inventory, specplan.plans.device_code, specplan.tools.build.keys
 specplan.library.tvm_ffi()
+# As installed: the tests run from a checkout, whose own packs are not meant here.
+specplan.plans.locations.checkout_directory = lambda: None
 os.setgroups([])
 os.setgid({NOBODY})
 os.setuid({NOBODY})
@@ -439,6 +441,7 @@ def test_a_home_that_cannot_be_found_is_no_error(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Path, "home", none)
     monkeypatch.delenv("XDG_DATA_HOME", raising=False)
     monkeypatch.delenv(locations.ENVIRONMENT, raising=False)
+    monkeypatch.setattr(locations, "checkout_directory", lambda: None)
     assert locations.build_directory() is None
     assert [why for why, _ in locations.search_path()] == ["the installed wheel"]
     assert manifest.packs_under(locations.packaged_directory()) is not None

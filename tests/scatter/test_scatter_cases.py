@@ -1,5 +1,5 @@
-"""scatter's input cases: each asks for something, keeps its guards, and comes to its own cell;
-every rule is declined.
+"""scatter's input cases: each moves a value, keeps its guards, and resolves to its own cell;
+a call that breaks a rule is declined.
 """
 
 from __future__ import annotations

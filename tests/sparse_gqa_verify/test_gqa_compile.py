@@ -16,7 +16,7 @@ ARCHS = ["sm_90a", "sm_100a", "sm_103a", "sm_107a"]
 
 
 def test_the_ctas_that_planning_assumes_fit_an_sm() -> None:
-    from specplan.kernels.sparse_gqa_verify.kernel import TABLE_WORDS, form_of
+    from specplan.kernels.sparse_gqa_verify.config import TABLE_WORDS, form_of
     from specplan.plans.sparse_gqa_verify import resident
 
     for dtype in ("bf16", "fp8_e4m3", "nvfp4"):
@@ -33,6 +33,18 @@ def test_the_ctas_that_planning_assumes_fit_an_sm() -> None:
 def test_no_spills_on_sm_90a(dtype: str, m_tiles: int, shared: Shared) -> None:
     frames = _stack_frames(shared.compiled(plan_of(dtype, m_tiles, "sm_90a")).cubin)
     assert len(frames) == 2 and set(frames.values()) == {0}
+
+
+@pytest.mark.parametrize(
+    ("m_tiles", "kernels"),
+    [(1, {"attend_0", "attend_1", "merge_2"}), (2, {"attend_0", "merge_groups_1"})],
+)
+def test_kernel_names_hold_no_module_path(m_tiles: int, kernels: set[str], shared: Shared) -> None:
+    """A file that moves, or another Python version, must not change the compiled bits."""
+    compiled = shared.compiled(plan_of("bf16", m_tiles, "sm_90a"))
+    names = set(re.findall(r"\.entry (\w+)\(", compiled.ptx))
+    assert names == {f"kernel_cutlass_sparse_gqa_{name}" for name in kernels}
+    assert all(name.encode() in compiled.cubin for name in names)
 
 
 @pytest.mark.parametrize("arch", ARCHS[1:])

@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import c_float
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,18 +15,21 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from specplan import Reason, Uncertified, UncertifiedCell, library  # noqa: E402
-from specplan import sparse_gqa_verify as op_module  # noqa: E402
 from specplan.kernels.sparse_gqa_verify import cases, reference  # noqa: E402
-from specplan.pack import Pack, _ArchPack  # noqa: E402
-from specplan.plans import catalog, manifest  # noqa: E402
+from specplan.loading import ArchPack  # noqa: E402
+from specplan.pack import Pack  # noqa: E402
+from specplan.plans import catalog, certificates, manifest  # noqa: E402
 from specplan.plans.sparse_gqa_verify import (  # noqa: E402
     FAMILY,
     HEAD_DIM,
+    OP,
     VScaleOrder,
     workspace_words,
 )
 from specplan.sparse_gqa_verify import SparseGqaVerify  # noqa: E402
 from specplan.tools import certify  # noqa: E402
+
+from stubs import OnDevice, broken, refusal  # noqa: E402  isort: skip
 
 CATALOG = catalog.loads(
     """\
@@ -62,14 +64,6 @@ COMMON = (
 )
 SIZES = ("requests", "q_heads", "kv_heads", "page_size", "width", "words")
 LAUNCH = ("tokens", "group_rows", "splits", "whole_units", "cluster", "apart")
-ELEMENTS = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "nvfp4": torch.uint8}
-
-
-class OnDevice(torch.Tensor):
-    """A CPU tensor that claims to be on ``cuda:0``."""
-
-    def get_device(self) -> int:
-        return 0
 
 
 class Compiled:
@@ -84,10 +78,8 @@ class Compiled:
         self.damage: Callable[[dict[str, Any]], object] = lambda call: None
 
     def __call__(self, *arguments: Any) -> None:
-        if len(arguments) != len(self.names):
-            raise TypeError(f"expected {len(self.names)} arguments, got {len(arguments)}")
+        self.check(arguments)
         call = dict(zip(self.names, arguments, strict=True))
-        self.check(call)
         if call["splits"] == 0:
             return
         self.calls.append(call)
@@ -96,64 +88,12 @@ class Compiled:
         else:
             self.run(call)
 
-    def check(self, call: dict[str, Any]) -> None:
-        def tensor(name: str, dtype: Any, shape: tuple[int | None, ...], unit: int = 0) -> Any:
-            t = call[name]
-            if not isinstance(t, torch.Tensor):
-                raise TypeError(f"{name} is no tensor")
-            if t.dtype != dtype:
-                raise ValueError(f"mismatched {name}.dtype, expected {dtype}")
-            if t.dim() != len(shape):
-                raise ValueError(f"mismatched {name}.ndim, expected {len(shape)}")
-            for axis, (found, wanted) in enumerate(zip(t.shape, shape, strict=True)):
-                if wanted is not None and found != wanted:
-                    raise ValueError(f"mismatched {name}.shape[{axis}], expected {wanted}")
-            if unit:
-                if t.stride(-1) != 1 or any(s % unit for s in t.stride()[:-1]):
-                    raise ValueError(f"mismatched {name}.strides")
-                if t.data_ptr() % 16:
-                    raise ValueError(f"misaligned {name}")
-            return t
-
-        for name in (*COMMON[8:], *SIZES, *LAUNCH):
-            if not isinstance(call[name], float if name == "softmax_scale" else int):
-                raise TypeError(f"mismatched type on {name}")
-        width = HEAD_DIM // 2 if self.dtype == "nvfp4" else HEAD_DIM
-        element = ELEMENTS[self.dtype]
-        unit = 16 // element.itemsize
-        rows, heads, _ = tensor("q", torch.bfloat16, (None, None, HEAD_DIM), 8).shape
-        extents = tensor("k_cache", element, (None, None, None, width), unit).shape[:3]
-        tensor("v_cache", element, (*extents, width), unit)
-        if self.dtype == "nvfp4":
-            for name in ("k_block_scales", "v_block_scales"):
-                tensor(name, torch.float8_e4m3fn, (*extents, HEAD_DIM // 16), 16)
-        if self.dtype != "bf16":
-            for name in ("k_scale", "v_scale"):
-                tensor(name, torch.float32, (1,))
-        tensor("block_table", torch.int32, (None, None))
-        tensor("selected_tokens", torch.int32, (rows, None))
-        for name in ("request_indices", "valid_count", "query_positions"):
-            tensor(name, torch.int32, (rows,))
-        for name in ("output_gate", "out"):
-            tensor(name, torch.bfloat16, (rows, heads, HEAD_DIM), 8)
-        (words,) = tensor("workspace", torch.float32, (None,), 1).shape
+    def check(self, arguments: tuple[Any, ...]) -> None:
+        wrong = refusal(OP, {"dtype": self.dtype}, arguments)
+        if wrong is not None:
+            raise ValueError(wrong)
         # What the host side refuses by itself: test_gqa_compiled_ranges.py asks it.
-        tensors = [t for t in call.values() if isinstance(t, torch.Tensor)]
-        out, space = tensors[-2:]
-        used = call["words"] > 0
-        _, kv_heads, page_size = extents
-        width = call["selected_tokens"].shape[1]
-        refused = (
-            (call["requests"] * call["tokens"], heads, kv_heads, page_size, width)
-            != (rows, *(call[name] for name in SIZES[1:5]))
-            or not 0 < c_float(call["softmax_scale"]).value < float("inf")
-            or words < call["words"]
-            or (call.get("v_interleaved") and call["v_block_scales"].stride(2) != 16)
-            or op_module._overlaps(out, (*tensors[:-2], *[space] * used))
-            or (used and op_module._overlaps(space, tuple(tensors[:-1])))
-            or op_module._folded(out)
-        )
-        if refused:
+        if broken(OP, {"dtype": self.dtype}, arguments):
             raise RuntimeError("error 77001")
 
     def run(self, call: dict[str, Any]) -> None:
@@ -197,13 +137,13 @@ def pack(functions: dict[str, Compiled], monkeypatch: pytest.MonkeyPatch) -> Pac
     for cell in CATALOG.cells():
         uses = []
         for plan in CATALOG.plans_of(cell):
-            facts = (plan.symbol, plan.family, plan.op, plan.spec, {}, "", "", "", 0, 0, 0, "")
+            facts = (plan.symbol, plan.family, plan.op, plan.spec, {}, "", "", "", 0, 0, {})
             plans[plan.symbol] = manifest.PlanRecord(*facts)
             uses.append(manifest.Use(plan.symbol, plan.launch))
         entries.append((cell, tuple(uses), CATALOG.is_automatic(cell), False))
-    arch_pack = object.__new__(_ArchPack)
+    arch_pack = object.__new__(ArchPack)
     arch_pack.manifest = manifest.Manifest(
-        *("sm_90a", (9, 0), "0", {}, "", {}, plans, CATALOG.problems),
+        *("sm_90a", (9, 0), "0", {}, {}, plans, CATALOG.problems),
         manifest.group_cells(entries),
     )
     arch_pack.functions = dict(functions)
@@ -212,9 +152,10 @@ def pack(functions: dict[str, Compiled], monkeypatch: pytest.MonkeyPatch) -> Pac
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (9, 0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda index=None: None)
     monkeypatch.setattr(Pack, "_prepare", lambda *arguments: None)
-    monkeypatch.setattr(SparseGqaVerify, "_nothing_of", lambda op, device: torch.empty(0))
     monkeypatch.setattr(library, "tvm_ffi", lambda: SimpleNamespace(from_dlpack=lambda t: t))
-    return Pack([arch_pack], candidates=True)
+    loaded = Pack([arch_pack], candidates=True)
+    loaded.sparse_gqa_verify.op._absent[0] = (torch.empty(0),)
+    return loaded
 
 
 def case_of(dtype: str, requests: int = 2, tokens: int = 3, **options: Any) -> cases.GqaCase:
@@ -340,8 +281,12 @@ def test_declined_calls_say_why_and_launch_nothing(
         ({"tokens": 4}, Reason.RANGE, "6 rows are no multiple of 4 tokens"),
         ({"tokens": 0}, Reason.RANGE, "tokens is 0"),
         ({"tokens": "3"}, Reason.ARGUMENT, "str"),
-        ({"workspace": space[:-1], "splits": 8}, Reason.RANGE, "the call needs"),
-        ({"workspace": None, "splits": 8}, Reason.RANGE, "the workspace has 0 words"),
+        (
+            {"workspace": space[:-1], "splits": 8},
+            Reason.RANGE,
+            f"needs a workspace of {words} words, this one has {words - 1}",
+        ),
+        ({"workspace": None, "splits": 8}, Reason.RANGE, "needs a workspace of "),
         ({"output_gate": out}, Reason.ARGUMENT, "out overlaps"),
         ({"q": fused[:, 0], "out": fused[:, 1]}, Reason.ARGUMENT, "out overlaps"),
         ({"out": out[:1].expand(out.shape)}, Reason.ARGUMENT, "rows of out share memory"),
@@ -351,12 +296,16 @@ def test_declined_calls_say_why_and_launch_nothing(
         ({"softmax_scale": 1e-50}, Reason.ARGUMENT, "softmax_scale is 1e-50"),
         ({"softmax_scale": 1 << 2000}, Reason.ARGUMENT, "too large"),
         ({"softmax_scale": None}, Reason.ARGUMENT, "NoneType"),
-        ({"k_scale": torch.ones(1)}, Reason.ARGUMENT, "no k_scale"),
-        ({"v_block_scales": torch.ones(1)}, Reason.ARGUMENT, "no block scales"),
-        ({"v_scale_order": VScaleOrder.LINEAR}, Reason.ARGUMENT, "v_scale_order is for NVFP4"),
+        ({"k_scale": torch.ones(1)}, Reason.ARGUMENT, "take no k_scale"),
+        ({"v_block_scales": torch.ones(1)}, Reason.ARGUMENT, "take no v_block_scales"),
+        (
+            {"v_scale_order": VScaleOrder.LINEAR},
+            Reason.ARGUMENT,
+            "caches of bf16 take no v_scale_order",
+        ),
         ({"q": q[:, :5]}, Reason.UNKNOWN_PROBLEM, "q_heads=5"),
         ({"q": q.half()}, Reason.ARGUMENT, "q.dtype"),
-        ({"q": q[0]}, Reason.ARGUMENT, "expected 3 and 4 axes"),
+        ({"q": q[0]}, Reason.ARGUMENT, "expected 3 dimensions"),
         ({"k_cache": arguments["k_cache"].float()}, Reason.ARGUMENT, "torch.float32"),
         ({"k_cache": arguments["k_cache"][:, :, :16]}, Reason.UNKNOWN_PROBLEM, "page_size=16"),
         ({"request_indices": arguments["request_indices"].long()}, Reason.ARGUMENT, "dtype"),
@@ -518,16 +467,33 @@ def cells(requests: int, tokens: int) -> list[Any]:
 
 @pytest.mark.parametrize(("requests", "tokens"), [(1, 1), (2, 3), (6, 4)])
 def test_certification_passes_the_reference(
-    run: certify.FamilyRun, requests: int, tokens: int
+    run: certify.FamilyRun, requests: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = cells(requests, tokens)
     assert len(asked) == (12 if (requests, tokens) == (2, 3) else 3)
     uses = {cell: certify.uses_of(CATALOG.plans_of(cell)) for cell in asked}
     results = dict(run.run_batch(asked, uses))
     assert set(results) == set(asked)
-    for result in results.values():
-        assert 0 < result.bound < 1
-        assert result.checks == 2 * (4 * 6 + 1)
+    for measured in results.values():
+        assert sum(each.comparisons for each in measured) == 2 * (4 * 6 + 1)
+        bounds = {(each.output.name, each.output.measure): each.output.bound for each in measured}
+        assert bounds["out", "relative L2 error"] == cases.RELATIVE_L2
+        assert bounds["out", "largest error"] == cases.ABSOLUTE
+        assert len(bounds) == 7
+        assert all(each.error <= each.output.bound for each in measured)
+    # What was measured makes a certificate that is read.
+    facts = {"name": "none", "capability": "9.0", "sm_count": 132, "driver": "none"}
+    monkeypatch.setattr(certify, "_device_facts", lambda device: facts)
+    bits = {"device_code": "1" * 64, "host_code": "2" * 64, "signature": "f()"}
+    key = {"sources": {}, "tools": {}}
+    plans = {s: dataclasses.replace(p, key=key, **bits) for s, p in run.manifest.plans.items()}
+    run.manifest = dataclasses.replace(run.manifest, plans=plans)
+    run.path = run.path.parent / "sm_90a" / run.path.name
+    run.path.parent.mkdir()
+    certificates.write(run.path, run.certificate(uses, results))
+    found = certificates.read(run.path)
+    assert found.count == len(asked)
+    assert {tally.output.name for tally in found.tallies} >= {"out", "guards", "inputs"}
 
 
 def _guard(call: dict[str, Any]) -> None:
@@ -551,7 +517,8 @@ def _unsteady() -> Callable[[dict[str, Any]], object]:
 
 
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "one head of one row": (lambda c: c["out"][-1, 2].mul_(1.5), "error"),
+    # The last row is of no request.
+    "one head of one row": (lambda c: c["out"][0, 2].mul_(1.5), "error"),
     "one element": (lambda c: c["out"][0, 0, 7:8].add_(0.25), "error"),
     "NaN": (lambda c: c["out"][0, 0, :1].fill_(torch.nan), "nan relative L2"),
     "a stray NaN after the output": (_guard, "elements written"),

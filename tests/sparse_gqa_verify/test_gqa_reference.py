@@ -105,7 +105,8 @@ def test_interleave_is_the_published_byte_map() -> None:
     assert torch.equal(deinterleave(interleave(linear)), linear)
 
 
-def test_rows_that_select_nothing_are_zero() -> None:
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+def test_rows_that_select_nothing_are_zero(poison: float) -> None:
     inputs = cases.make_inputs(SMALL, 2, 3, "bf16", "cpu", context=200)
     lists, owner = inputs.selected_tokens.clone(), inputs.request_indices.clone()
     table = inputs.block_table.clone()
@@ -122,7 +123,7 @@ def test_rows_that_select_nothing_are_zero() -> None:
         lists,
         owner,
         softmax_scale=1.0,
-        output_gate=torch.full_like(inputs.q, torch.inf),
+        output_gate=torch.full_like(inputs.q, poison),
     )
     assert torch.equal(result.lse, torch.full_like(result.lse, -torch.inf))
     assert (result.out == 0).all()
@@ -198,7 +199,13 @@ def test_cases_see_what_they_look_for(dtype: str) -> None:
         case.refill(7)
         expected = case.expect()
         assert torch.isfinite(expected.out).all()
-        assert (expected.out == 0).flatten(1).all(1).sum() == (3 if case.name == "hard" else 0)
+        # Dead, empty and beyond the requests; a request of two padding rows.
+        empty = (expected.out == 0).flatten(1).all(1)
+        assert empty.sum() == (3 if case.name == "hard" else 2)
+        for unwritten in (case.inputs.q, case.inputs.output_gate):
+            if unwritten is not None:
+                finite = torch.isfinite(unwritten).flatten(1)
+                assert not finite[empty].any() and finite[~empty].all()
         assert not any(c.error <= c.bound for c in case.compare(expected) if "error" in c.measure)
 
         def failed(case: cases.GqaCase = case, expected: cases.Expected = expected) -> set[str]:
@@ -216,6 +223,15 @@ def test_cases_see_what_they_look_for(dtype: str) -> None:
         assert case.identical(before) > 0
         case.restore(before)
         assert case.identical(before) == 0 and failed() == {"elements written"}
+        case.out[empty] = torch.nan  # what a gate of NaN makes of a row of zeros
+        assert "rows that should be 0 and are not" in failed()
+
+
+def test_a_gate_in_every_other_cell_of_hard_cases() -> None:
+    """Gated and not, rows without entries are in the cases of lone rows and of groups."""
+    for tokens in (1, 4):
+        hard = [list(cases.checks(SMALL, n, tokens, 1, "bf16", "cpu"))[1] for n in (4, 6)]
+        assert {case.inputs.output_gate is None for case in hard} == {True, False}
 
 
 def test_lists_overlap_as_asked() -> None:
@@ -236,8 +252,9 @@ def test_by_request_equals_the_reference(dtype: str) -> None:
             case.refill(requests)
             wanted = cases.expected(case.inputs).float()
             found = cases.by_request(case.inputs, tokens).float()
-            # Both round to bf16: a sum in another order moves a few of them by one step.
-            assert (found - wanted).norm() < 2e-4 * wanted.norm()
+            # Both round to bf16: a sum in another order moves a few of them by one step, which is
+            # 3.9e-3 for values from 0.5 to 1, of outputs whose norm is 18 and more.
+            assert (found - wanted).norm() < 4e-4 * wanted.norm()
             empty = (wanted == 0).flatten(1).all(1)
             assert torch.equal(empty, (found == 0).flatten(1).all(1))
 

@@ -1,8 +1,9 @@
 """A plan's key: everything that decides its bytes, and nothing else.
 
 The key holds the reachable source files, every compile option, the arch, all
-``nvidia-cutlass-dsl*`` distributions, the tvm-ffi version and the host triple. It holds no path, no
-driver and no torch version: none of them changes the bytes.
+``nvidia-cutlass-dsl*`` distributions, the tvm-ffi version, and the Python where it is not one of
+those that compile to the same bytes; an object's key adds the host that it is for. Neither holds a
+path, a driver, a torch version or the machine that builds: none of them changes the bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-import platform
 import sys
 from collections.abc import Mapping
 from functools import cache, lru_cache
@@ -19,10 +19,15 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+from specplan.plans.hosts import Host
 from specplan.plans.plan import Plan
 
 #: Raise it when the build step itself changes what the same sources compile to.
-FORMAT = 1
+FORMAT = 2
+#: Minor versions of Python 3 that compile to the same bytes, as tests/pythons.py shows in CI.
+#: The compiler makes names of kernels out of annotations, so another Python may give other device
+#: code: 3.10 does.
+SAME_BYTES = (11, 12, 13)
 
 
 @lru_cache(maxsize=1)
@@ -36,11 +41,20 @@ def tool_versions() -> Mapping[str, str]:
     return dict(sorted(found.items()))
 
 
-@lru_cache(maxsize=1)
-def host_triple() -> str:
-    """Machine, system and C library of the host that the objects are for."""
-    libc = "gnu" if platform.libc_ver()[0] == "glibc" else "unknown"
-    return f"{platform.machine()}-{sys.platform}-{libc}"
+def is_known_python() -> bool:
+    """Whether this interpreter is known to compile to the same bytes as those that certify."""
+    major, minor = sys.version_info[:2]
+    return major == 3 and minor in SAME_BYTES
+
+
+def python() -> str:
+    """What of the interpreter decides the bytes: one class for the versions that are known to
+    compile alike; any other version is a class of its own.
+    """
+    if is_known_python():
+        return f"3.{SAME_BYTES[0]} to 3.{SAME_BYTES[-1]}"
+    major, minor = sys.version_info[:2]
+    return f"{major}.{minor}"
 
 
 def options(plan: Plan) -> str:
@@ -63,7 +77,10 @@ def _spec(name: str) -> ModuleSpec | None:
             return None
         path = package.submodule_search_locations
     for finder in sys.meta_path:
-        found = finder.find_spec(name, path)
+        try:
+            found = finder.find_spec(name, path)
+        except ModuleNotFoundError:  # how ``pinned`` says that no other finder is to be asked
+            return None
         if found is not None:
             return found
     return None
@@ -116,8 +133,13 @@ def key(plan: Plan) -> dict[str, Any]:
         "options": options(plan),
         "sources": dict(sources(plan.family)),
         "tools": dict(tool_versions()),
-        "host": host_triple(),
+        "python": python(),
     }
+
+
+def object_name(full: Mapping[str, Any], host: Host) -> str:
+    """The name under which the object of a plan's key is kept for a host."""
+    return digest({"plan": full, "triple": host.triple, "cpu": host.cpu})
 
 
 @cache

@@ -12,18 +12,25 @@ import os
 import queue
 import select
 import subprocess
-import sys
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from specplan.plans.plan import Plan
-from specplan.tools.build import keys
+from specplan.tools.build import keys, pinned
 
-#: The worker's command; the file descriptor for its answers is appended.
-WORKER = [sys.executable, "-m", "specplan.tools.build.worker"]
+
+def own_rooms() -> dict[str, Path]:
+    """Where the packages of this very copy of specplan lie."""
+    return {name: Path(import_module(name).__file__ or "").parent for name in pinned.ROOMS}
+
+
+#: The worker's command; the file descriptor for its answers is appended. The copy of the package
+#: that compiles is the one that plans.
+WORKER = pinned.command(own_rooms(), "specplan.tools.build.worker")
 #: Compiles that one worker does before it is replaced, which bounds what a leak in the compiler can
 #: cost.
 RECYCLE_AFTER = 64
@@ -33,10 +40,10 @@ TIMEOUT_S = 600
 
 @dataclass(frozen=True)
 class Job:
-    """One plan to compile: where its object and its log go."""
+    """One plan to compile: where its objects, by host, and its log go."""
 
     plan: Plan
-    object_path: Path
+    object_paths: Mapping[str, Path]
     log_path: Path
 
 
@@ -148,7 +155,7 @@ class _Worker:
             "arch": plan.arch,
             "spec": list(plan.spec),
             "options": keys.options(plan),
-            "object": str(job.object_path),
+            "objects": {host: str(path) for host, path in job.object_paths.items()},
             "log": str(job.log_path),
         }
         assert self.process.stdin is not None

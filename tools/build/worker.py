@@ -12,13 +12,16 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from specplan.plans import device_code
+from specplan.plans.hosts import HOSTS
 from specplan.plans.plan import Plan
+from specplan.tools.build import host_target
 
 
 def plan_from(job: dict[str, Any]) -> Plan:
@@ -30,38 +33,47 @@ def plan_from(job: dict[str, Any]) -> Plan:
     )
 
 
-def compile_plan(plan: Plan, options: str, path: Path) -> dict[str, Any]:
-    """Compile one plan to an object at ``path``; returns what the manifest records about it."""
+def compile_plan(plan: Plan, options: str, paths: Mapping[str, Path]) -> dict[str, Any]:
+    """Compile one plan to an object for each host in ``paths``; returns what the manifest records
+    about it.
+    """
     import cutlass.cute as cute
 
     module = import_module(f"specplan.kernels.{plan.family}.kernel")
     function, arguments = module.lower(plan)
     compiled = cute.compile(function, *arguments, options=options)
-    if not hasattr(compiled, "export_to_c"):
-        raise RuntimeError(
-            f"the compiler returned {type(compiled).__name__}, not an exportable function"
-        )
-    # The host side of the launch (grid, cluster, argument checks) before it is lowered to this
-    # machine's instructions. It holds the device code too, so it is the widest statement of what
-    # the plan does that does not depend on the host.
+    # The host side of the launch (grid, cluster, argument checks) before it is lowered to any
+    # host's instructions. It holds the device code too, so it is the widest statement of what the
+    # plan does that does not depend on the host.
     host_code = hashlib.sha256(str(compiled.ir_module).encode()).hexdigest()
-    compiled.export_to_c(str(path), function_name=plan.symbol, export_only_tvm_ffi_symbols=True)
-    data = path.read_bytes()
-    found = [device_code.read(image) for image in device_code.images(data)]
-    if len(found) != 1:
-        raise RuntimeError(
-            f"expected one device image in the object of {plan.symbol}, found {len(found)}"
-        )
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    objects: dict[str, dict[str, Any]] = {}
+    found: set[device_code.DeviceCode] = set()
+    signatures: set[str] = set()
+    for name, path in paths.items():
+        host_target.emit(compiled, plan.symbol, HOSTS[name], path)
+        data = path.read_bytes()
+        images = [device_code.read(image) for image in device_code.images(data)]
+        if len(images) != 1:
+            raise RuntimeError(
+                f"expected one device image in the object of {plan.symbol} for {name}, found "
+                f"{len(images)}"
+            )
+        found.update(images)
+        signatures.add(host_target.signature(data))
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        objects[name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    if len(found) != 1 or len(signatures) != 1:
+        raise RuntimeError(f"the objects of {plan.symbol} differ by host in more than host code")
+    (code,) = found
     return {
-        "object_sha256": hashlib.sha256(data).hexdigest(),
-        "object_size": len(data),
-        "device_code": found[0].sha256,
+        "objects": objects,
+        "signature": signatures.pop(),
+        "device_code": code.sha256,
         "host_code": host_code,
-        "kernels": list(found[0].kernels),
-        "registers": found[0].registers,
-        "spills": found[0].spills,
+        "kernels": list(code.kernels),
+        "registers": code.registers,
+        "spills": code.spills,
     }
 
 
@@ -74,7 +86,8 @@ def main() -> None:
         job = json.loads(line)
         try:
             _log_to(job["log"])
-            answer = compile_plan(plan_from(job), job["options"], Path(job["object"]))
+            paths = {host: Path(path) for host, path in job["objects"].items()}
+            answer = compile_plan(plan_from(job), job["options"], paths)
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
             if isinstance(error, OSError):

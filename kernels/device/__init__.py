@@ -1,0 +1,1 @@
+"""Device code that families share."""

@@ -1,0 +1,1 @@
+"""What tests share. Names say what is real: see each module."""

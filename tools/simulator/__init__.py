@@ -1,0 +1,3 @@
+"""A CPU that runs what the compiler makes: compiled host functions up to their launches, and the
+PTX of what they launch.
+"""
