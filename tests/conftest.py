@@ -58,6 +58,8 @@ def small_pack(shared: Shared) -> packs.SmallPack:
         empty.mkdir()
         report = packs.build(place, packs.CATALOG, "--certificates", empty, "--json")
         packs.certify(place / "packs" / packs.ARCH)
+        # A build that finds the certificates, so that one of the same inputs has nothing to do.
+        packs.build(place, packs.CATALOG, "--certificates", empty)
         (place / "report.json").write_text(report)
 
     place = shared.made("small-pack", build)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,17 +19,19 @@ HOST = [this_machine()]
 
 
 class Tree:
-    """A copy of the small pack with its catalog and certificates, built once to be current."""
+    """A copy of the small pack with its catalog, built once to be current. The certificate of
+    scatter lies in a directory of its own, the one of gather beside the pack.
+    """
 
     def __init__(self, pack: packs.SmallPack, to: Path) -> None:
         self.root = pack.copy(to / "pack")
         self.catalog = to / "catalog.yaml"
         self.catalog.write_text(pack.catalog.read_text())
         self.certificates = to / "certificates"
-        for path in (pack.directory / "certificates").glob("*/*.yaml"):
-            target = self.certificates / path.parent.name / path.name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(path.read_bytes())
+        local = self.directory / "certificates" / packs.ARCH
+        for path in local.glob("scatter*"):
+            (self.certificates / packs.ARCH).mkdir(parents=True, exist_ok=True)
+            path.replace(self.certificates / packs.ARCH / path.name)
         self.build()
 
     @property
@@ -77,7 +80,7 @@ def _certificate(tree: Tree, patch: pytest.MonkeyPatch) -> None:
 
 
 def _local_certificate(tree: Tree, patch: pytest.MonkeyPatch) -> None:
-    (tree.directory / "certificates" / packs.ARCH / "scatter.yaml").unlink()
+    (tree.directory / "certificates" / packs.ARCH / "gather.yaml").unlink()
 
 
 def _rule(tree: Tree, patch: pytest.MonkeyPatch) -> None:
@@ -139,12 +142,17 @@ def test_a_change_of_any_input_is_noticed(
 def test_a_certificate_that_is_gone_takes_its_cells_back(current: Tree, planned: list[str]) -> None:
     certified = {g.family for g in manifest.read(current.directory).groups if g.certified}
     assert certified == {"scatter", "gather"}
-    for where in (current.certificates, current.directory / "certificates"):
-        (where / packs.ARCH / "scatter.yaml").unlink()
+    (current.certificates / packs.ARCH / "scatter.yaml").unlink()
     report = current.build()
     assert planned == [packs.ARCH]
     assert (report.compiled, report.linked) == (0, 0)
     assert {g.family for g in manifest.read(current.directory).groups if g.certified} == {"gather"}
+
+
+def test_a_second_copy_of_a_certificate_changes_nothing(current: Tree, planned: list[str]) -> None:
+    shutil.copytree(current.certificates, current.directory / "certificates", dirs_exist_ok=True)
+    current.build()
+    assert planned == []
 
 
 def test_a_build_of_one_family_is_never_taken_for_the_whole(

@@ -296,7 +296,9 @@ def test_a_full_disk_is_named_when_it_is_the_compiler_that_meets_it(
         fill(disk, 8_192)
         done = cli("build", "--catalog", small_pack.catalog, "--out", root, "--jobs", "1")
         assert done.returncode == 1
-        assert done.stderr.splitlines()[-1].startswith(f"error: the disk of {root} is full")
+        assert done.stderr.splitlines()[-1].startswith(f"error: the disk of {root} is full"), (
+            done.stderr
+        )
         assert not (root / packs.ARCH).exists()
 
 

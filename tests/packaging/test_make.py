@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -104,3 +105,18 @@ def test_docs_name_no_index_that_does_not_have_specplan() -> None:
         if page.name != "install.md" or "[" not in match[0]
     ]
     assert found == []
+
+
+def test_pytest_collects_every_file_of_tests() -> None:
+    """Its defaults leave out directories called ``build`` and ``dist``, without a word."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    collected = {line.split("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    skipped = set(re.findall(r"^SKIPPED \[\d+\] (tests/\S+?):", done.stdout, re.MULTILINE))
+    written = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
+    assert written and written - collected - skipped == set()

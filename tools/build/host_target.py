@@ -23,7 +23,8 @@ class HostTargetError(RuntimeError):
 def emit(compiled: Any, symbol: str, host: Host, path: Path) -> None:
     """Write the object of a compiled function for a host, under the name ``__tvm_ffi_<symbol>``.
 
-    It exports that one symbol. ``compiled`` is not changed and can be emitted for other hosts too.
+    The engine's own wrappers (``_mlir_…``) are in it too; linking hides them. ``compiled`` is not
+    changed and can be emitted for other hosts too.
     """
     try:
         from cutlass.base_dsl.export import get_export_module

@@ -36,6 +36,8 @@ WORKER = pinned.command(own_rooms(), "specplan.tools.build.worker")
 RECYCLE_AFTER = 64
 #: Seconds after which a compile is taken for hung. The slowest plan takes some seconds.
 TIMEOUT_S = 600
+#: More than any object takes.
+_OBJECT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def _mind(
                 if worker is not None:
                     worker.close()
                 worker = None
-                answer = {"error": str(death)}
+                answer = {"error": str(death), "errno": _errno_of_a_write(job)}
             except Exception as error:
                 answer = {"error": f"{type(error).__name__}: {error}"}
             if "error" in answer:
@@ -120,6 +122,21 @@ def _mind(
         if worker is not None:
             worker.close()
         done.put(None)
+
+
+def _errno_of_a_write(job: Job) -> int | None:
+    """What the system answers a write of the size of an object where the job's objects go; None if
+    it takes it. A compiler that meets a full disk ends its process without saying so.
+    """
+    probe = next(iter(job.object_paths.values())).with_suffix(".probe")
+    try:
+        probe.write_bytes(bytes(_OBJECT_BYTES))
+    except OSError as error:
+        return error.errno
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink(missing_ok=True)
+    return None
 
 
 class _WorkerDied(Exception):
