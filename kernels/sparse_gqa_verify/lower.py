@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import cutlass
-from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64, Numeric, Uint8, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 from specplan.kernels import fakes, ranges
 from specplan.kernels.device.names import host_name
 from specplan.kernels.sparse_gqa_verify.attend import attend_rows
@@ -19,7 +20,10 @@ from specplan.kernels.sparse_gqa_verify.config import (
     form_of,
 )
 from specplan.plans.plan import Plan
-from specplan.plans.sparse_gqa_verify import HEAD_DIM, resident
+from specplan.plans.sparse_gqa_verify import HEAD_DIM, OP, resident
+
+#: Numbers that a call is compared with, and that no launch needs.
+COMPARED = ("q_heads", "kv_heads", "page_size", "width", "words")
 
 
 def lower(plan: Plan) -> tuple[Callable[..., None], tuple[Any, ...]]:
@@ -27,42 +31,32 @@ def lower(plan: Plan) -> tuple[Callable[..., None], tuple[Any, ...]]:
     docstring for the lists.
     """
     form = form_of(plan)
-    rows, heads, pages, kv_heads, page_size = (fakes.extent() for _ in range(5))
+    tensors, scalars = OP.in_form(form.dtype)
+    names = [each.name for each in (*tensors, *scalars)]
 
-    def strided(dtype: type[Numeric], shape: tuple[Any, ...], unit: int = 1) -> Any:
-        """Strides free but for the last, multiples of 16 bytes."""
-        strides = [cute.sym_int64(divisibility=unit) for _ in shape[:-1]]
-        return fakes.tensor(dtype, shape, (*strides, 1), align=16)
-
-    def loose(shape: tuple[Any, ...]) -> Any:
-        return fakes.tensor(Int32, shape, tuple(fakes.extent() for _ in shape))
-
-    element: type[Numeric] = {
-        "bf16": BFloat16, "fp8_e4m3": Float8E4M3FN, "nvfp4": Uint8
-    }[form.dtype]  # fmt: skip
-    width = HEAD_DIM // 2 if form.dtype == "nvfp4" else HEAD_DIM
-    unit = 16 * 8 // element.width
-    query = strided(BFloat16, (rows, heads, HEAD_DIM), 8)
-    cache = [strided(element, (pages, kv_heads, page_size, width), unit) for _ in range(2)]
-    blocks = [
-        strided(Float8E4M3FN, (pages, kv_heads, page_size, HEAD_DIM // 16), 16) for _ in range(2)
-    ]
-    scalars = [fakes.vector(Float32, 1) for _ in range(2)]
-    requests = fakes.extent()
-    common = (
-        loose((requests, fakes.extent())),
-        loose((rows, fakes.extent())),
-        loose((rows,)),
-        loose((rows,)),
-        loose((rows,)),
-        strided(BFloat16, (rows, heads, HEAD_DIM), 8),
-        strided(BFloat16, (rows, heads, HEAD_DIM), 8),
-        fakes.tensor(Float32, (fakes.extent32(),), (1,), align=16),
-        Float32(1.0),
-        *[Int32(0)] * 3,
-    )
-    launch = [Int32(1)] * 12
-    stream = fakes.stream()
+    def check_and_launch(arguments: tuple[Any, ...], stream: Any) -> None:
+        given = dict(zip(names, arguments, strict=True))
+        call = SimpleNamespace(**given)
+        checks = as_planned(call)
+        if form.dtype == "nvfp4":
+            stride = HEAD_DIM // 16
+            plain = (call.v_interleaved == 0) | (call.v_block_scales.stride[2] == stride)
+            checks = (*checks, plain)
+        inputs = tuple(given[each.name] for each in tensors if not each.written)
+        ranges.refuse_unless(*checks, *keeps_apart(call.out, call.workspace, call.words, inputs))
+        # What only other formats have is passed on, too, and not looked at.
+        absent = {
+            "k_block_scales": given["k_cache"],
+            "v_block_scales": given["v_cache"],
+            "k_scale": given["workspace"],
+            "v_scale": given["workspace"],
+            "v_interleaved": Int32(0),
+        }
+        launch_kernels(
+            **{name: value for name, value in (absent | given).items() if name not in COMPARED},
+            stream=stream,
+            form=form,
+        )
 
     if form.dtype == "bf16":
 
@@ -98,28 +92,15 @@ def lower(plan: Plan) -> tuple[Callable[..., None], tuple[Any, ...]]:
             apart: Int32,
             stream: Any,
         ) -> None:
-            ranges.refuse_unless(
-                *as_planned(
-                    q, k_cache, selected_tokens, softmax_scale, requests, q_heads, kv_heads,
-                    page_size, width, tokens,
-                ),
-                *keeps_apart(
-                    out, workspace, words,
-                    (q, k_cache, v_cache, block_table, selected_tokens, request_indices,
-                     valid_count, query_positions, output_gate),
-                ),
-            )  # fmt: skip
-            launch_kernels(
-                q, k_cache, v_cache, k_cache, v_cache, workspace, workspace, block_table,
-                selected_tokens, request_indices, valid_count, query_positions, output_gate, out,
-                workspace, softmax_scale, use_valid_count, use_query_positions, use_output_gate,
-                Int32(0), requests, tokens, group_rows, splits, whole_units, cluster, apart,
-                stream, form,
+            check_and_launch(
+                (q, k_cache, v_cache, block_table, selected_tokens, request_indices, valid_count,
+                 query_positions, output_gate, out, workspace, softmax_scale, use_valid_count,
+                 use_query_positions, use_output_gate, requests, q_heads, kv_heads, page_size,
+                 width, words, tokens, group_rows, splits, whole_units, cluster, apart),
+                stream,
             )  # fmt: skip
 
-        return sparse_gqa_verify, (query, *cache, *common, *launch, stream)
-
-    if form.dtype == "fp8_e4m3":
+    elif form.dtype == "fp8_e4m3":
 
         @host_name("sparse_gqa_verify")
         @cute.jit
@@ -155,110 +136,77 @@ def lower(plan: Plan) -> tuple[Callable[..., None], tuple[Any, ...]]:
             apart: Int32,
             stream: Any,
         ) -> None:
-            ranges.refuse_unless(
-                *as_planned(
-                    q, k_cache, selected_tokens, softmax_scale, requests, q_heads, kv_heads,
-                    page_size, width, tokens,
-                ),
-                *keeps_apart(
-                    out, workspace, words,
-                    (q, k_cache, v_cache, k_scale, v_scale, block_table, selected_tokens,
-                     request_indices, valid_count, query_positions, output_gate),
-                ),
-            )  # fmt: skip
-            launch_kernels(
-                q, k_cache, v_cache, k_cache, v_cache, k_scale, v_scale, block_table,
-                selected_tokens, request_indices, valid_count, query_positions, output_gate, out,
-                workspace, softmax_scale, use_valid_count, use_query_positions, use_output_gate,
-                Int32(0), requests, tokens, group_rows, splits, whole_units, cluster, apart,
-                stream, form,
+            check_and_launch(
+                (q, k_cache, v_cache, k_scale, v_scale, block_table, selected_tokens,
+                 request_indices, valid_count, query_positions, output_gate, out, workspace,
+                 softmax_scale, use_valid_count, use_query_positions, use_output_gate, requests,
+                 q_heads, kv_heads, page_size, width, words, tokens, group_rows, splits,
+                 whole_units, cluster, apart),
+                stream,
             )  # fmt: skip
 
-        return sparse_gqa_verify, (query, *cache, *scalars, *common, *launch, stream)
+    else:
 
-    @host_name("sparse_gqa_verify")
-    @cute.jit
-    def sparse_gqa_verify(
-        q: cute.Tensor,
-        k_cache: cute.Tensor,
-        v_cache: cute.Tensor,
-        k_block_scales: cute.Tensor,
-        v_block_scales: cute.Tensor,
-        k_scale: cute.Tensor,
-        v_scale: cute.Tensor,
-        block_table: cute.Tensor,
-        selected_tokens: cute.Tensor,
-        request_indices: cute.Tensor,
-        valid_count: cute.Tensor,
-        query_positions: cute.Tensor,
-        output_gate: cute.Tensor,
-        out: cute.Tensor,
-        workspace: cute.Tensor,
-        softmax_scale: Float32,
-        use_valid_count: Int32,
-        use_query_positions: Int32,
-        use_output_gate: Int32,
-        v_interleaved: Int32,
-        requests: Int32,
-        q_heads: Int32,
-        kv_heads: Int32,
-        page_size: Int32,
-        width: Int32,
-        words: Int32,
-        tokens: Int32,
-        group_rows: Int32,
-        splits: Int32,
-        whole_units: Int32,
-        cluster: Int32,
-        apart: Int32,
-        stream: Any,
-    ) -> None:
-        ranges.refuse_unless(
-            *as_planned(
-                q, k_cache, selected_tokens, softmax_scale, requests, q_heads, kv_heads,
-                page_size, width, tokens,
-            ),
-            (v_interleaved == 0) | (v_block_scales.stride[2] == HEAD_DIM // 16),
-            *keeps_apart(
-                out, workspace, words,
-                (q, k_cache, v_cache, k_block_scales, v_block_scales, k_scale, v_scale, block_table,
-                 selected_tokens, request_indices, valid_count, query_positions, output_gate),
-            ),
-        )  # fmt: skip
-        launch_kernels(
-            q, k_cache, v_cache, k_block_scales, v_block_scales, k_scale, v_scale, block_table,
-            selected_tokens, request_indices, valid_count, query_positions, output_gate, out,
-            workspace, softmax_scale, use_valid_count, use_query_positions, use_output_gate,
-            v_interleaved, requests, tokens, group_rows, splits, whole_units, cluster, apart,
-            stream, form,
-        )  # fmt: skip
+        @host_name("sparse_gqa_verify")
+        @cute.jit
+        def sparse_gqa_verify(
+            q: cute.Tensor,
+            k_cache: cute.Tensor,
+            v_cache: cute.Tensor,
+            k_block_scales: cute.Tensor,
+            v_block_scales: cute.Tensor,
+            k_scale: cute.Tensor,
+            v_scale: cute.Tensor,
+            block_table: cute.Tensor,
+            selected_tokens: cute.Tensor,
+            request_indices: cute.Tensor,
+            valid_count: cute.Tensor,
+            query_positions: cute.Tensor,
+            output_gate: cute.Tensor,
+            out: cute.Tensor,
+            workspace: cute.Tensor,
+            softmax_scale: Float32,
+            use_valid_count: Int32,
+            use_query_positions: Int32,
+            use_output_gate: Int32,
+            v_interleaved: Int32,
+            requests: Int32,
+            q_heads: Int32,
+            kv_heads: Int32,
+            page_size: Int32,
+            width: Int32,
+            words: Int32,
+            tokens: Int32,
+            group_rows: Int32,
+            splits: Int32,
+            whole_units: Int32,
+            cluster: Int32,
+            apart: Int32,
+            stream: Any,
+        ) -> None:
+            check_and_launch(
+                (q, k_cache, v_cache, k_block_scales, v_block_scales, k_scale, v_scale,
+                 block_table, selected_tokens, request_indices, valid_count, query_positions,
+                 output_gate, out, workspace, softmax_scale, use_valid_count, use_query_positions,
+                 use_output_gate, v_interleaved, requests, q_heads, kv_heads, page_size, width,
+                 words, tokens, group_rows, splits, whole_units, cluster, apart),
+                stream,
+            )  # fmt: skip
 
-    arguments = (query, *cache, *blocks, *scalars, *common, Int32(0), *launch, stream)
-    return sparse_gqa_verify, arguments
+    return sparse_gqa_verify, fakes.arguments(OP, plan)
 
 
-def as_planned(
-    q: cute.Tensor,
-    k_cache: cute.Tensor,
-    selected_tokens: cute.Tensor,
-    softmax_scale: Float32,
-    requests: Int32,
-    q_heads: Int32,
-    kv_heads: Int32,
-    page_size: Int32,
-    width: Int32,
-    tokens: Int32,
-) -> tuple[Any, ...]:
+def as_planned(c: Any) -> tuple[Any, ...]:
     """That a call has the extents that its plan was picked for."""
     return (
-        tokens >= 1,
-        Int64(requests) * tokens == q.shape[0],
-        q.shape[1] == q_heads,
-        k_cache.shape[1] == kv_heads,
-        k_cache.shape[2] == page_size,
-        selected_tokens.shape[1] == width,
-        softmax_scale > 0.0,
-        softmax_scale < float("inf"),
+        c.tokens >= 1,
+        Int64(c.requests) * c.tokens == c.q.shape[0],
+        c.q.shape[1] == c.q_heads,
+        c.k_cache.shape[1] == c.kv_heads,
+        c.k_cache.shape[2] == c.page_size,
+        c.selected_tokens.shape[1] == c.width,
+        c.softmax_scale > 0.0,
+        c.softmax_scale < float("inf"),
     )
 
 
