@@ -19,6 +19,9 @@ class Recorded:
     """A virtual environment of stand-ins, and the commands that make ran in it."""
 
     def __init__(self, place: Path) -> None:
+        # What a run of make around this one set, and what the Makefile would take from outside.
+        options = re.findall(r"^(\w+) \?=", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        self.taken = {*options, "MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS"}
         self.venv = place / "venv"
         self.log = place / "log"
         (self.venv / "bin").mkdir(parents=True)
@@ -34,7 +37,7 @@ class Recorded:
             cwd=ROOT,
             check=True,
             capture_output=True,
-            env={name: value for name, value in os.environ.items() if not name.startswith("MAKE")},
+            env={name: value for name, value in os.environ.items() if name not in self.taken},
         )
         return self.log.read_text().splitlines()
 
