@@ -28,7 +28,9 @@ _DTYPES = {
     "bfloat16": (4, 16),
     "float8_e4m3fn": (10, 8),
 }
-_MEMORY = ctypes.create_string_buffer(1 << 16)
+#: Where the tensors of a call begin: far apart, since ops refuse memory that overlaps. Nothing is
+#: there, and nothing is looked at.
+_ADDRESS, _APART = 1 << 40, 1 << 34
 _CUDA = 2
 
 
@@ -52,17 +54,18 @@ class _Managed(ctypes.Structure):
 
 
 class Made:
-    """A contiguous tensor of a shape and dtype, by DLPack; its memory is never looked at."""
+    """The contiguous tensor at one place of a call, by DLPack."""
 
-    def __init__(self, shape: list[int], dtype: str) -> None:
+    def __init__(self, place: int, shape: list[int], dtype: str) -> None:
         strides = [1] * len(shape)
         for index in reversed(range(len(shape) - 1)):
             strides[index] = strides[index + 1] * max(shape[index + 1], 1)
         self.kept = [(ctypes.c_int64 * max(len(shape), 1))(*values) for values in (shape, strides)]
-        aligned = (ctypes.addressof(_MEMORY) + 4095) // 4096 * 4096
         code, bits = _DTYPES[dtype]
         pointers = [ctypes.cast(values, ctypes.POINTER(ctypes.c_int64)) for values in self.kept]
-        tensor = _DLTensor(aligned, _CUDA, 0, len(shape), code, bits, 1, *pointers, 0)
+        tensor = _DLTensor(
+            _ADDRESS + place * _APART, _CUDA, 0, len(shape), code, bits, 1, *pointers, 0
+        )
         self.managed = _Managed(tensor, None, None)
 
     def __dlpack__(self, **options: Any) -> Any:
@@ -131,7 +134,10 @@ def main(root: Path, arch: str, recorder_path: str, *first: str) -> None:
     shape = (ctypes.c_uint32 * 6)()
     answers = []
     for symbol, arguments in json.load(sys.stdin):
-        made = [Made(v["shape"], v["dtype"]) if isinstance(v, dict) else v for v in arguments]
+        made = [
+            Made(place, v["shape"], v["dtype"]) if isinstance(v, dict) else v
+            for place, v in enumerate(arguments)
+        ]
         values = [convert(v) if isinstance(v, Made) else v for v in made]
         before = recorder.recorder_launches(shape)
         try:
