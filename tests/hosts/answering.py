@@ -7,6 +7,7 @@ import os
 import random
 import re
 import subprocess
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import recorder
 import torch
 from specplan.families import FAMILIES
 from specplan.plans.manifest import PlanRecord
+from specplan.plans.signature import Scalar, Tensor
 from specplan.tools.build import link
 
 import packs
@@ -31,6 +33,10 @@ def calls_of(symbol: str, plan: PlanRecord, count: int) -> list[tuple[str, list[
     idle = [described(v) for v in FAMILIES[plan.family].idle_arguments(plan, torch.device("cpu"))]
     chance = random.Random(symbol)
     parameters = _PARAMETER.findall(signature.partition("(")[2])
+    tensors, scalars = operations(plan)
+    # The launch's own numbers come from the planning rule, which gives none below 1: compiled code
+    # divides by some of them.
+    planned = {len(tensors) + at for at, scalar in enumerate(scalars) if scalar.planned}
     names = sorted({n for _, shape, _, _ in parameters for n in re.findall(r"n\d+", shape)})
     found = []
     for number in range(count):
@@ -46,6 +52,7 @@ def calls_of(symbol: str, plan: PlanRecord, count: int) -> list[tuple[str, list[
                 continue
             extents = [sizes[part] if part in sizes else int(part) for part in _parts(shape)]
             arguments.append({"shape": extents, "dtype": dtype})
+        arguments = [max(1, v) if at in planned else v for at, v in enumerate(arguments)]
         if number % 4 < 2:
             arguments = list(idle)
         if number % 2:
@@ -61,11 +68,19 @@ def calls_of(symbol: str, plan: PlanRecord, count: int) -> list[tuple[str, list[
                 ]
                 arguments[at] = chance.choice(changed)
             else:
-                arguments[at] = chance.choice(_INTEGERS)
+                arguments[at] = chance.choice(
+                    [v for v in _INTEGERS if v > 0] if at in planned else _INTEGERS
+                )
         if number == 1:
             arguments.pop()
         found.append((symbol, arguments))
     return found
+
+
+def operations(plan: PlanRecord) -> tuple[tuple[Tensor, ...], tuple[Scalar, ...]]:
+    """The tensors and scalars of a plan's compiled function, as its op declares them."""
+    op = import_module(f"specplan.plans.{plan.family}").OPS[plan.op]
+    return op.in_form(op.form_of(dict(plan.spec)))
 
 
 def described(value: Any) -> Any:
@@ -111,6 +126,6 @@ def answers(
         check=False,
     )
     assert done.returncode == 0, (done.returncode, done.stderr)
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert found["machine"] == host
     return found
