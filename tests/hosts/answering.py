@@ -126,6 +126,7 @@ def answers(
         check=False,
     )
     assert done.returncode == 0, (done.returncode, done.stderr)
+    # Compiled code prints a line about a launch that no device could take.
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert found["machine"] == host
     return found
