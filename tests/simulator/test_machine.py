@@ -127,6 +127,21 @@ def test_two_threads_that_leave_different_values_in_one_word() -> None:
     assert out[0] == 7 and found.races == [], "one value, in one instruction"
 
 
+@pytest.mark.parametrize(("second", "kinds"), [("7", []), ("8", ["two writes"])])
+def test_a_value_that_is_written_once_more_is_no_race(second: str, kinds: list[str]) -> None:
+    _, found = run(
+        f"""
+    mul.wide.u32 %rd2, %r1, 4;
+    add.s64 %rd3, %rd1, %rd2;
+    setp.eq.s32 %p1, %r2, 0;
+    @%p1 st.global.b32 [%rd3], 7;
+    @!%p1 st.global.b32 [%rd3], {second};
+""",
+        ctas=2,
+    )
+    assert [race.kinds for race in found.races] == kinds
+
+
 def test_ctas_are_not_ordered_by_barriers_of_their_own() -> None:
     body = (
         f"{output('%r2')}\n bar.sync 0; xor.b32 %r9, %r1, 1;"

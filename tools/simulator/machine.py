@@ -538,12 +538,18 @@ class _Batch:
             addresses, values = addresses[mask], [v[mask] for v in values]
         who: Any = slice(None) if mask is None else mask
         width = len(values) * size
+        shadow = self.watched if space == "global" else self.shadow
+        old: list[Array] = []
         try:
             if space == "global":
                 at = self.memory.places(addresses, width, width)
+                if shadow is not None:
+                    old = self._held(space, addresses, at, len(values), size)
                 self.memory.store(addresses, values, size)
             else:
                 at = self._shared_places(space, addresses, who, width, width, line)
+                if shadow is not None:
+                    old = self._held(space, addresses, at, len(values), size)
                 view, first = self.shared.view(f"<u{size}"), at // size
                 for i, value in enumerate(values):
                     view[first + i] = value.astype(view.dtype)
@@ -551,16 +557,16 @@ class _Batch:
                     self._note_banks(at, width, mask, line)
         except AccessError as error:
             raise AccessError(f"line {line}: {error}") from None
-        shadow = self.watched if space == "global" else self.shadow
         if shadow is not None and not atomic:
             kept = self._held(space, addresses, at, len(values), size)
-            differs = np.zeros(len(at), bool)
-            for value, now in zip(values, kept, strict=True):
+            differs, repeats = np.zeros(len(at), bool), np.ones(len(at), bool)
+            for value, now, before in zip(values, kept, old, strict=True):
                 differs |= value.astype(now.dtype) != now
-            shadow.write(at, width, self.who, who, self._tick(), line, differs)
+                repeats &= value.astype(now.dtype) == before
+            shadow.write(at, width, self.who, who, self._tick(), line, differs, repeats)
 
     def _held(self, space: str, addresses: Array, at: Array, count: int, size: int) -> list[Array]:
-        """What memory holds after a store."""
+        """What memory holds where a store goes."""
         if space == "global":
             return self.memory.load(addresses, count, size)
         view = self.shared.view(f"<u{size}")

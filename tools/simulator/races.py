@@ -6,7 +6,8 @@ last barrier of its warp, its CTA and its cluster was complete. Another thread's
 before its own if it is older than the barrier that they share; threads of different clusters share
 none. Kept for each piece of memory are the last write and two reads, the last one and, where there
 is one, the last by another warp than that; so a race with an older read may go unseen. An atomic
-access is not compared with anything. What happens to run as it should and could have run otherwise
+access is not compared with anything. Two threads that write one value to the same place do not
+race: either order leaves the same. What happens to run as it should and could have run otherwise
 is found all the same: nothing here depends on the order in which threads run.
 """
 
@@ -105,16 +106,17 @@ class Shadow:
         now: int,
         line: int,
         differs: Array | None = None,
+        repeats: Array | None = None,
     ) -> None:
         """Writes of ``size`` bytes at byte offsets ``at``. ``differs``: where another thread has
-        written another value in the same instruction.
+        written another value in the same instruction. ``repeats``: where memory held the value
+        already.
         """
         self.lines[now] = line
         who = threads.number[active]
         for where in self._pieces(at, size):
-            self._check(
-                self.written_by, self.written_at, where, who, threads, active, now, "two writes"
-            )
+            writers = (self.written_by, self.written_at)
+            self._check(*writers, where, who, threads, active, now, "two writes", repeats)
             for by, since in zip(self.read_by, self.read_at, strict=True):
                 self._check(by, since, where, who, threads, active, now, "read, write")
             self.written_by[where], self.written_at[where] = who + 1, now
@@ -127,11 +129,13 @@ class Shadow:
 
     def _check(
         self, by: Array, since: Array, where: Array, who: Array, threads: Threads,
-        active: Array | slice, now: int, kinds: str,
+        active: Array | slice, now: int, kinds: str, harmless: Array | None = None,
     ) -> None:  # fmt: skip
         last, when = by[where] - 1, since[where]
         # What is older than a thread's last barrier of its CTA is ordered, unless it is another's.
         suspect = (last >= 0) & (last != who)
+        if harmless is not None:
+            suspect &= ~harmless
         if not suspect.any():
             return
         cta = threads.per_cta
