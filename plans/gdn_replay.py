@@ -427,6 +427,7 @@ OPS: Mapping[str, Op] = {
             device="pool.cursors.device",
             setup=("state, rec_u, rec_k, rec_G, hist_len, bank = pool.tensors",),
             idle={"HV": 2},
+            cut=("q", "k", "v", "a", "b", "slot", "out"),
         ),
         Op(
             "gdn_replay",
@@ -447,6 +448,7 @@ OPS: Mapping[str, Op] = {
             no_work=lambda p: p.slot.dim() == 1 and p.slot.numel() == 0,
             device="cursors.device",
             setup=("hist_len, bank = cursors.tensors",),
+            cut=("slot", "n_acc"),
         ),
         Op(
             "gdn_replay",
@@ -468,6 +470,7 @@ OPS: Mapping[str, Op] = {
             device="pool.cursors.device",
             setup=("state, rec_u, rec_k, rec_G, _, bank = pool.tensors",),
             idle={"HV": 2},
+            cut=("src", "dst", "count"),
         ),
         Op(
             "gdn_replay",
@@ -483,6 +486,7 @@ OPS: Mapping[str, Op] = {
             no_work=lambda p: p.slot.dim() == 1 and p.slot.numel() == 0,
             device="cursors.device",
             setup=("hist_len, bank = cursors.tensors",),
+            cut=("slot",),
         ),
     )
 }

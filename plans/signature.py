@@ -262,6 +262,11 @@ class Op:
         Lines of the fast path before the look-up: names for parts of the parameters.
     idle
         Extents of the tensors of a launch without work; 1 unless given.
+    cut
+        Of the parameters: those that have one row for each request, in their first dimension, where
+        requests are independent of each other and whatever else a call takes is the same for all.
+        Given, a call of more requests than a cell holds runs as several calls over parts of these
+        tensors, each of a cell of its own. None where such a call is declined.
     """
 
     family: str
@@ -281,6 +286,7 @@ class Op:
     absent: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     setup: tuple[str, ...] = ()
     idle: Mapping[str, int] = field(default_factory=dict)
+    cut: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.parameters:
@@ -379,24 +385,22 @@ class Op:
 
         By the op's own name, the fast path: one look-up and one call of the compiled function,
         written out. Whatever it stumbles over, it leaves to ``slow_path``, which starts anew.
-        ``bind_call`` takes the same parameters. The others take all of them by position, and give
-        parts of the same call: its key, its device, what tells its compiled form, and the arguments
-        of each form.
+        ``bind_call`` takes the same parameters. ``part_call`` is the fast path for one part of a
+        call that runs in parts: False where it stumbles. The others take all of them by position,
+        and give parts of the same call: its key, its device, what tells its compiled form, and the
+        arguments of each form.
         """
         names = ", ".join(parameter.name for parameter in self.parameters)
         lines = [
             self.header(self.name),
-            "    try:",
-            *("        " + line for line in self._fast()),
-            # Not kept: the frame and an exception that it names would keep each other, and all
-            # tensors of the call, until the cyclic collector runs.
-            "    except Exception:",
-            "        pass",
+            *self._tried(),
             f"    return slow_path(({names},))",
             "",
             self.header("bind_call"),
             f"    return bind_values(({names},))",
         ]
+        if self.cut:
+            lines += ["", f"def part_call({names}):", *self._tried(), "    return False"]
         parts = {
             "key_of": ", ".join(self.key) + ",",
             "device_of": self.device,
@@ -416,6 +420,15 @@ class Op:
                 f"    return {expression if expression else '()'}",
             ]
         return "\n".join((*lines, ""))
+
+    def _tried(self) -> Iterator[str]:
+        """The fast path, and nothing where it stumbles."""
+        yield "    try:"
+        yield from ("        " + line for line in self._fast())
+        # Not kept: the frame and an exception that it names would keep each other, and all tensors
+        # of the call, until the cyclic collector runs.
+        yield "    except Exception:"
+        yield "        pass"
 
     def _fast(self) -> Iterator[str]:
         guards = [*self._types(), *([self.guard] if self.guard else [])]

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from specplan.errors import (
     ColdCaptureError,
     ForkedError,
+    InParts,
     LaunchError,
     NoDeviceError,
     PackCorruptError,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ColdCaptureError",
     "ForkedError",
+    "InParts",
     "LaunchError",
     "NoDeviceError",
     "Pack",

@@ -90,6 +90,43 @@ class PackWarning(UserWarning):
     """
 
 
+class InParts:
+    """A call that ran as several launches over parts of its requests, because no cell holds all of
+    them. Truthy: everything was launched.
+
+    Attributes
+    ----------
+    cells
+        The cell of each part, in the order of the requests.
+    """
+
+    __slots__ = ("cells", "requests")
+
+    def __init__(self, cells: Sequence[Cell]) -> None:
+        self.cells = tuple(cells)
+        #: The requests of each part.
+        self.requests = tuple(cell.requests for cell in self.cells)
+
+    def __bool__(self) -> Literal[True]:
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, InParts) and self.cells == other.cells
+
+    def __hash__(self) -> int:
+        return hash(self.cells)
+
+    def __str__(self) -> str:
+        first = self.cells[0]
+        return (
+            f"{first.family} {first.problem} on {first.arch}: {sum(self.requests)} requests in "
+            f"parts of {' + '.join(map(str, self.requests))}"
+        )
+
+    def __repr__(self) -> str:
+        return f"InParts({self.requests})"
+
+
 class Reason(str, Enum):
     """Why a call was declined."""
 

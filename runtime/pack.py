@@ -20,6 +20,7 @@ from specplan.op import ArchPack, Op, Picked
 from specplan.plans.cell import Cell, nearest
 from specplan.plans.families import FAMILIES as PLANNING
 from specplan.plans.manifest import Manifest
+from specplan.plans.parts import parts_of
 from specplan.plans.signature import Size
 
 __all__ = ["Pack", "Picked"]
@@ -217,3 +218,37 @@ class Pack(Families):
                     arch_pack.functions[use.symbol],
                 )
         raise PackCorruptError(f"{wanted} has no plan for op {op!r}; build the pack again")
+
+    def _pick_parts(
+        self,
+        family: str,
+        op: str,
+        arch_pack: ArchPack,
+        size: Size,
+        problem: str | None = None,
+    ) -> tuple[Picked, ...]:
+        """The plans of the fewest cells that hold the requests of a call between them; none if no
+        cells do.
+        """
+        names = arch_pack.problems.get((family, size.geometry), [])
+        sizes = {
+            requests
+            for group in arch_pack.manifest.groups
+            if group.family == family
+            and group.dtype == size.dtype
+            and group.problem in (names if problem is None else [problem])
+            and (group.automatic if size.splits is None else group.splits == size.splits)
+            and (group.certified or self.candidates)
+            for tokens, every in group.extent
+            if size.tokens in tokens
+            for requests in every
+        }
+        picks = {}
+        counts = parts_of(size.requests, sizes)
+        for requests in dict.fromkeys(counts):
+            part = size._replace(requests=requests)
+            picked = self._pick(family, op, arch_pack, part, problem)
+            if isinstance(picked, Uncertified):
+                return ()
+            picks[requests] = picked
+        return tuple(picks[requests] for requests in counts)
