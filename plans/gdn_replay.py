@@ -471,6 +471,7 @@ OPS: Mapping[str, Op] = {
             setup=("state, rec_u, rec_k, rec_G, _, bank = pool.tensors",),
             idle={"HV": 2},
             cut=("src", "dst", "count"),
+            tokens=1,
         ),
         Op(
             "gdn_replay",
@@ -487,6 +488,7 @@ OPS: Mapping[str, Op] = {
             device="cursors.device",
             setup=("hist_len, bank = cursors.tensors",),
             cut=("slot",),
+            tokens=1,
         ),
     )
 }

@@ -267,6 +267,8 @@ class Op:
         requests are independent of each other and whatever else a call takes is the same for all.
         Given, a call of more requests than a cell holds runs as several calls over parts of these
         tensors, each of a cell of its own. None where such a call is declined.
+    tokens
+        Of the cell of every call, where no argument says it; 0 where one does.
     """
 
     family: str
@@ -287,6 +289,7 @@ class Op:
     setup: tuple[str, ...] = ()
     idle: Mapping[str, int] = field(default_factory=dict)
     cut: tuple[str, ...] = ()
+    tokens: int = 0
 
     def __post_init__(self) -> None:
         if not self.parameters:
@@ -393,6 +396,7 @@ class Op:
         names = ", ".join(parameter.name for parameter in self.parameters)
         lines = [
             self.header(self.name),
+            "    count()",
             *self._tried(),
             f"    return slow_path(({names},))",
             "",

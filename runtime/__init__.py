@@ -34,6 +34,7 @@ from specplan.errors import (
     SpecplanError,
     Uncertified,
     UncertifiedCell,
+    UncoveredError,
 )
 from specplan.plans.version import VERSION as __version__
 
@@ -58,6 +59,7 @@ __all__ = [
     "SpecplanError",
     "Uncertified",
     "UncertifiedCell",
+    "UncoveredError",
     "__version__",
     "load",
     "reference",

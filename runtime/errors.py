@@ -84,6 +84,18 @@ class UncertifiedCell(SpecplanError):
         self.uncertified = uncertified
 
 
+class UncoveredError(SpecplanError):
+    """``pack.require`` found calls that a deployment can make and the pack declines; ``holes`` has
+    one answer for each kind of them.
+    """
+
+    reason = "uncovered"
+
+    def __init__(self, message: str, holes: Sequence[Uncertified]) -> None:
+        super().__init__(message)
+        self.holes = tuple(holes)
+
+
 class PackWarning(UserWarning):
     """A pack that loads, and that something is wrong with: cells that it marks certified and that
     no certificate backs, or files that others may write.

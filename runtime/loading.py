@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from specplan import library
@@ -38,6 +39,7 @@ from specplan.plans.manifest import (
 )
 
 if TYPE_CHECKING:
+    from specplan.declines import OnUncertified
     from specplan.pack import Pack
 
 
@@ -46,6 +48,7 @@ def load(
     *,
     arch: str | None = None,
     candidates: bool = False,
+    on_uncertified: OnUncertified = "return",
 ) -> Pack:
     """Load the packs for this machine's GPUs: check their bytes, then open them.
 
@@ -59,6 +62,12 @@ def load(
         Without it: the packs of all visible GPUs.
     candidates
         Also run cells that are built for the arch but not certified on it.
+    on_uncertified
+        What is done with a declined call, in one place for all ops: ``"return"`` gives the falsy
+        answer to the caller, ``"raise"`` raises :class:`~specplan.UncertifiedCell`, ``"log"``
+        returns it and logs every one, a function is called with it before it is returned, and may
+        raise. Whichever it is, the first declined call of a cell is logged as a warning of the
+        logger ``specplan``.
 
     Returns
     -------
@@ -83,6 +92,7 @@ def load(
         )
     if path is not None and not isinstance(path, str | os.PathLike):
         raise PackNotFoundError(f"path is the path of a directory, not {path!r}", reason="argument")
+    begin = perf_counter()
     library.torch()
     wanted = [arch] if arch is not None else visible_archs()
     places = [("the path given", Path(path))] if path is not None else list(locations.search_path())
@@ -110,7 +120,10 @@ def load(
     # Here, because it imports torch.
     from specplan.pack import Pack
 
-    return Pack([ArchPack(found[name], name) for name in usable], candidates=candidates)
+    opened = [ArchPack(found[name], name) for name in usable]
+    pack = Pack(opened, candidates=candidates, on_uncertified=on_uncertified)
+    pack._load_seconds = perf_counter() - begin
+    return pack
 
 
 def _without_manifest(roots: Sequence[Path], wanted: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ alone; over the compiled host functions with the references for kernels, and ove
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shared import Shared
-from specplan import InParts, LaunchError, Pack, Reason, Uncertified
+from specplan import InParts, LaunchError, Pack, Reason, Uncertified, UncoveredError
 from specplan.kernels.gdn_replay import reference
 from specplan.kernels.gdn_replay.cases import GdnCase
 from specplan.op import BoundParts
@@ -327,3 +328,31 @@ def test_simulated_kernels_give_the_same_bits_in_parts(
     for row in range(5):
         assert verify(**alone(call_of(single), "verify", row)) is True
     same(whole, single)
+
+
+# ----- what is said of it
+
+
+def test_parts_are_counted_logged_once_and_taken_by_require(
+    pack: Pack, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = case_of("reset", 300)
+    with caplog.at_level(logging.INFO, "specplan"):
+        answers = [pack.gdn_replay.reset(**call_of(case)) for _ in range(3)]
+    assert pack.stats()["parts"] == {"gdn_replay.reset": {str(answers[0]): 3}}
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO and "256 + 44" in record.message
+    path = tmp_path / "server.yaml"
+    path.write_text(
+        "schema: 1\narch: sm_90a\nmax_requests: 300\ngraph_requests: [1, 68, 300]\neager: false\n"
+        "draft_lengths: [3]\nfamilies:\n  gdn_replay: {problem: narrow, dtype: bf16}\n"
+    )
+    # The ops beside verify run 68 as 72.
+    assert {(answer.cells[0].tokens, answer.requests) for answer in pack.require(path)} == {
+        (4, (64, 4)),
+        (4, (256, 44)),
+        (1, (256, 44)),
+    }
+    path.write_text(path.read_text().replace("draft_lengths: [3]", "draft_lengths: [2]"))
+    with pytest.raises(UncoveredError, match=r"gdn_replay\.verify narrow tokens=3 .*1, 68, 300"):
+        pack.require(path)
