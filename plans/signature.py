@@ -202,6 +202,42 @@ class Rule:
         return self.text.format(c=call) if isinstance(self.text, str) else self.text(call)
 
 
+@dataclass(frozen=True)
+class Value:
+    """What the values in an argument keep, which no compiled function checks: the caller promises
+    it. Looked at where a pack was loaded to check (``runtime/checking.py``), with tensors in the
+    place of integers.
+
+    Attributes
+    ----------
+    argument
+        The argument that an error names.
+    wrong
+        A function of the call: a bool tensor, true where a value is wrong; or None where there is
+        nothing to check. Tensors of the call have the attribute ``tensor``.
+    text
+        What is expected: a format string over ``c``, the call.
+    held
+        The values that ``wrong`` is about, if not the argument's own.
+    distinct
+        ``wrong`` says which values are live instead; no two of them may be equal.
+    forms
+        The compiled forms that it is about; none for all.
+    """
+
+    argument: str
+    wrong: Callable[[Any], Any]
+    text: str
+    held: Callable[[Any], Any] | None = None
+    distinct: bool = False
+    forms: tuple[str, ...] = ()
+
+
+def picked(tensor: Any, index: Any) -> Any:
+    """The elements of a vector at indices, of which those outside it give its first or last."""
+    return tensor[index.clamp(0, max(tensor.shape[0] - 1, 0)).long()]
+
+
 class Size(NamedTuple):
     """The cell that a call asks for; the arch is that of its tensors' device."""
 
@@ -269,6 +305,8 @@ class Op:
         tensors, each of a cell of its own. None where such a call is declined.
     tokens
         Of the cell of every call, where no argument says it; 0 where one does.
+    values
+        What the caller promises of values on the device, in the order in which they are checked.
     """
 
     family: str
@@ -290,6 +328,7 @@ class Op:
     idle: Mapping[str, int] = field(default_factory=dict)
     cut: tuple[str, ...] = ()
     tokens: int = 0
+    values: tuple[Value, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.parameters:
@@ -396,7 +435,7 @@ class Op:
         names = ", ".join(parameter.name for parameter in self.parameters)
         lines = [
             self.header(self.name),
-            "    count()",
+            "    _count()",
             *self._tried(),
             f"    return slow_path(({names},))",
             "",

@@ -35,6 +35,7 @@ from specplan.errors import (
     Uncertified,
     UncertifiedCell,
     UncoveredError,
+    ValueCheckError,
 )
 from specplan.plans.version import VERSION as __version__
 
@@ -60,6 +61,7 @@ __all__ = [
     "Uncertified",
     "UncertifiedCell",
     "UncoveredError",
+    "ValueCheckError",
     "__version__",
     "load",
     "reference",

@@ -96,6 +96,18 @@ class UncoveredError(SpecplanError):
         self.holes = tuple(holes)
 
 
+class ValueCheckError(SpecplanError):
+    """A value on the device that a call must not have (``load(check=True)``, ``SPECPLAN_CHECK=1``);
+    nothing was launched. ``argument``, ``row`` (an index) and ``value`` say which.
+    """
+
+    reason = "value"
+
+    def __init__(self, message: str, *, argument: str, row: tuple[int, ...], value: float) -> None:
+        super().__init__(message)
+        self.argument, self.row, self.value = argument, row, value
+
+
 class PackWarning(UserWarning):
     """A pack that loads, and that something is wrong with: cells that it marks certified and that
     no certificate backs, or files that others may write.

@@ -49,6 +49,7 @@ def load(
     arch: str | None = None,
     candidates: bool = False,
     on_uncertified: OnUncertified = "return",
+    check: bool | None = None,
 ) -> Pack:
     """Load the packs for this machine's GPUs: check their bytes, then open them.
 
@@ -68,6 +69,10 @@ def load(
         returns it and logs every one, a function is called with it before it is returned, and may
         raise. Whichever it is, the first declined call of a cell is logged as a warning of the
         logger ``specplan``.
+    check
+        Before each launch, check what is only a promise otherwise: values on the device (slots,
+        pages, cursors, counts). It waits for the device, so it is for the first runs of an
+        integration. Without it: whether ``SPECPLAN_CHECK`` is set, and not to 0.
 
     Returns
     -------
@@ -117,11 +122,13 @@ def load(
             f"{_without_manifest([root for _, root in places], wanted)}"
             f"Build one: specplan build --arch {wanted[0]}"
         )
-    # Here, because it imports torch.
+    # Here, because they import torch.
+    from specplan import checking
     from specplan.pack import Pack
 
     opened = [ArchPack(found[name], name) for name in usable]
-    pack = Pack(opened, candidates=candidates, on_uncertified=on_uncertified)
+    checks = checking.wanted() if check is None else check
+    pack = Pack(opened, candidates=candidates, on_uncertified=on_uncertified, check=checks)
     pack._load_seconds = perf_counter() - begin
     return pack
 

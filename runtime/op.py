@@ -35,6 +35,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from specplan import library
+from specplan.checking import Checks
 from specplan.declines import Declines
 from specplan.errors import (
     InParts,
@@ -117,6 +118,7 @@ class LoadedPack(Protocol):
 
     _ops: list[Op]
     declines: Declines
+    checks: Checks
 
     @property
     def archs(self) -> tuple[str, ...]:
@@ -171,6 +173,8 @@ class Resolved(NamedTuple):
     #: The function, and what else is remembered for the fast path.
     plan: tuple[Any, ...]
     device: int
+    #: What rules are asked about.
+    asked: Any
 
 
 class Parted(NamedTuple):
@@ -179,6 +183,7 @@ class Parted(NamedTuple):
     values: tuple[Any, ...]
     plans: tuple[Picked, ...]
     device: int
+    asked: Any
 
 
 class BoundParts:
@@ -222,7 +227,7 @@ class Op:
         self._parts: dict[str, Any] = {
             "plans": self.plans,
             "slow_path": self.slow_path,
-            "count": self._calls.__next__,
+            "_count": self._calls.__next__,
             "bind_values": self.bind_values,
             "refuse": refuse,
             "__name__": type(self).__module__,
@@ -422,6 +427,7 @@ class Op:
             return True
         if isinstance(call, Uncertified):
             return call
+        self._check_values(call)
         if isinstance(call, Parted):
             return self.in_parts(call)
         call = self.launch(call)
@@ -440,7 +446,20 @@ class Op:
         bound = self._bind_values(values)
         if isinstance(bound, Uncertified):
             return self._pack.declines.decline(self.title, bound)
+        if self._pack.checks.enabled:
+            return partial(self._checked_launch, values, bound)
         return bound
+
+    def _checked_launch(self, values: tuple[Any, ...], launch: Callable[[], None]) -> None:
+        """A bound launch of a pack that checks values: as the buffers are now."""
+        call = self.resolve(values)
+        if isinstance(call, (Resolved, Parted)):
+            self._check_values(call)
+        launch()
+
+    def _check_values(self, call: Resolved | Parted) -> None:
+        if self._pack.checks.enabled:
+            self._pack.checks.run(self.title, self.declared, call.asked)
 
     def _bind_values(self, values: tuple[Any, ...]) -> Any:
         call = self.resolve(values)
@@ -492,6 +511,8 @@ class Op:
                 raise self._half_done(at, len(parts), taken)
             self.remember(taken)
         answer = _answer_of(call)
+        if self._pack.checks.enabled:
+            return answer
         if len(self.parted) >= MOST_REMEMBERED:
             self.parted.clear()
         self.parted[self._parts["key_of"](*call.values)] = answer
@@ -622,7 +643,7 @@ class Op:
         if isinstance(picked, Uncertified):
             return picked
         if not isinstance(picked, Picked):
-            return Parted(values, picked, device)
+            return Parted(values, picked, device, call)
         call.launch = picked.launch
         planned = []
         for scalar in declared.planned:
@@ -645,6 +666,7 @@ class Op:
             numbers,
             (picked.function, *absent, *planned),
             device,
+            call,
         )
 
     def plan_for(self, size: Size, device: int) -> Picked | tuple[Picked, ...] | Uncertified:
@@ -712,7 +734,11 @@ class Op:
         return call
 
     def remember(self, call: Resolved) -> None:
-        """Keep the plan of a call that the compiled function has taken."""
+        """Keep the plan of a call that the compiled function has taken; none where every call is
+        checked, because its fast path checks no values.
+        """
+        if self._pack.checks.enabled:
+            return
         key = self._parts["key_of"](*call.values)
         if len(self.plans) >= MOST_REMEMBERED:
             self.plans.clear()

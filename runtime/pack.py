@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from specplan import forked
+from specplan.checking import Checks
 from specplan.declines import Declines, OnUncertified
 from specplan.errors import (
     ColdCaptureError,
@@ -47,7 +48,10 @@ class Pack(Families):
         *,
         candidates: bool,
         on_uncertified: OnUncertified = "return",
+        check: bool = False,
     ) -> None:
+        #: Checks of values on the device, before each launch if they are enabled.
+        self.checks = Checks(check)
         #: Policy and counts of declined calls.
         self.declines = Declines(on_uncertified)
         #: Seconds that opening the packs took, and loading their code, by device and family.
