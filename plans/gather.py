@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from specplan.plans.arch import Arch
 from specplan.plans.plan import Plan
-from specplan.plans.signature import FREE, Op, Rule, Scalar, Size, Tensor, vector
+from specplan.plans.signature import FREE, Op, Rule, Scalar, Size, Tensor, Value, vector
 
 
 class Gather:
@@ -88,6 +88,16 @@ def _within(name: str) -> tuple[Rule, Rule]:
     )
 
 
+def _store_slots(name: str, count: Callable[[Any], int]) -> Value:
+    """An index of a store is not beyond it. The op gives 0 there, which hides a mistake."""
+
+    def held(c: Any) -> Any:
+        return getattr(c, name).tensor[: count(c)]
+
+    text = "the stores have {c.S} slots; an index of none is negative"
+    return Value(name, lambda c: held(c) >= c.S, text, held)
+
+
 OP = Op(
     "gather",
     "gather",
@@ -141,6 +151,10 @@ OP = Op(
             "pos_indices needs 0..{c.flat}, it has {c.pos_indices.shape[0]} elements",
         ),
         *(rule for name in _DESTINATIONS for rule in _within(name)),
+    ),
+    values=(
+        _store_slots("slots", lambda c: c.requests),
+        _store_slots("pos_indices", lambda c: c.flat),
     ),
 )
 OPS = {OP.name: OP}

@@ -35,7 +35,18 @@ from typing import Any
 
 from specplan.plans.arch import Arch
 from specplan.plans.plan import Plan
-from specplan.plans.signature import FREE, Free, Op, Parameter, Scalar, Size, Tensor, vector
+from specplan.plans.signature import (
+    FREE,
+    Free,
+    Op,
+    Parameter,
+    Scalar,
+    Size,
+    Tensor,
+    Value,
+    picked,
+    vector,
+)
 
 HEAD = 128
 #: Records of a history bank.
@@ -387,6 +398,51 @@ def _size_of(rows: str, tokens: int | None = None) -> Any:
     return size
 
 
+def _slots(name: str, least: int | None = None) -> Value:
+    """A list of slots lies in the pools, apart from what says that a row has none."""
+
+    def wrong(c: Any) -> Any:
+        slot = getattr(c, name).tensor
+        beyond = slot >= c.slots
+        return beyond if least is None else beyond | (slot < least)
+
+    none = "-1 for padding" if least is not None else "negative for none"
+    return Value(name, wrong, f"the pools have {{c.slots}} slots, {none}")
+
+
+def _cursor(name: str, most: int, rows: str = "slot") -> Value:
+    """A cursor of every live row has a value that cursors have."""
+
+    def held(c: Any) -> Any:
+        return picked(getattr(c, name).tensor, getattr(c, rows).tensor)
+
+    def wrong(c: Any) -> Any:
+        return (getattr(c, rows).tensor >= 0) & ((held(c) < 0) | (held(c) > most))
+
+    return Value(name, wrong, f"of its slot it is 0..{most}", held)
+
+
+_LIVE = Value("slot", lambda c: c.slot.tensor >= 0, "no two live rows have one slot", distinct=True)
+
+
+def _moves(c: Any) -> Any:
+    """Which rows of ``materialize`` write a state."""
+    return (c.src.tensor >= 0) & (c.dst.tensor >= 0)
+
+
+def _read_by_another(c: Any) -> Any:
+    """Which rows write a state that another row reads."""
+    src, dst, moves = c.src.tensor, c.dst.tensor, _moves(c)
+    same = (dst[:, None] == src[None, :]) & moves[:, None] & moves[None, :]
+    return same.fill_diagonal_(False).any(dim=1)
+
+
+def _counts(c: Any) -> Any:
+    """Which rows fold more than their slot's history has."""
+    live = picked(c.given.pool.cursors.hist_len, c.src.tensor)
+    return _moves(c) & ((c.count.tensor < 0) | (c.count.tensor > live))
+
+
 OPS: Mapping[str, Op] = {
     op.name: op
     for op in (
@@ -427,6 +483,11 @@ OPS: Mapping[str, Op] = {
             device="pool.cursors.device",
             setup=("state, rec_u, rec_k, rec_G, hist_len, bank = pool.tensors",),
             idle={"HV": 2},
+            cut=("q", "k", "v", "a", "b", "slot", "out"),
+            values=(
+                *(_slots("slot", -1), _LIVE),
+                *(_cursor("hist_len", WINDOW), _cursor("bank", 1)),
+            ),
         ),
         Op(
             "gdn_replay",
@@ -447,6 +508,19 @@ OPS: Mapping[str, Op] = {
             no_work=lambda p: p.slot.dim() == 1 and p.slot.numel() == 0,
             device="cursors.device",
             setup=("hist_len, bank = cursors.tensors",),
+            cut=("slot", "n_acc"),
+            values=(
+                *(_slots("slot", -1), _LIVE),
+                *(_cursor("hist_len", WINDOW), _cursor("bank", 1)),
+                Value(
+                    "n_acc",
+                    lambda c: (
+                        (c.slot.tensor >= 0)
+                        & ((c.n_acc.tensor < 0) | (c.n_acc.tensor > c.given.tokens))
+                    ),
+                    "accepted tokens are 0..{c.given.tokens}",
+                ),
+            ),
         ),
         Op(
             "gdn_replay",
@@ -468,6 +542,15 @@ OPS: Mapping[str, Op] = {
             device="pool.cursors.device",
             setup=("state, rec_u, rec_k, rec_G, _, bank = pool.tensors",),
             idle={"HV": 2},
+            cut=("src", "dst", "count"),
+            values=(
+                *(_slots("src"), _slots("dst")),
+                Value("dst", _moves, "no dst is another row's", distinct=True),
+                Value("dst", _read_by_another, "no dst is another row's src"),
+                _cursor("bank", 1, "src"),
+                Value("count", _counts, "a count is 0..hist_len of its src"),
+            ),
+            tokens=1,
         ),
         Op(
             "gdn_replay",
@@ -483,6 +566,9 @@ OPS: Mapping[str, Op] = {
             no_work=lambda p: p.slot.dim() == 1 and p.slot.numel() == 0,
             device="cursors.device",
             setup=("hist_len, bank = cursors.tensors",),
+            cut=("slot",),
+            values=(_slots("slot"),),
+            tokens=1,
         ),
     )
 }

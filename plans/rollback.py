@@ -16,13 +16,23 @@ every plane side by side, at the planes' ``record_offset``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
 from specplan.plans.arch import Arch
 from specplan.plans.plan import Plan
-from specplan.plans.signature import Free, Op, Parameter, Rule, Scalar, Size, Tensor, vector
+from specplan.plans.signature import (
+    Free,
+    Op,
+    Parameter,
+    Rule,
+    Scalar,
+    Size,
+    Tensor,
+    Value,
+    vector,
+)
 
 MAX_PLANES = 64
 MAX_STATES = 64
@@ -482,11 +492,43 @@ _RULES = (
 )
 
 
+def _place(name: str, extent: str) -> Value:
+    """A row's page, or its place in it, is not beyond the largest plane. Rows outside a plane are
+    passed over there, which hides a mistake.
+    """
+
+    def most(c: Any) -> int:
+        return int(max(getattr(plane, extent) for plane in c.layout.planes))
+
+    what = "pages" if extent == "pages" else "places of a page"
+    return Value(
+        name,
+        lambda c: getattr(c, name).tensor >= most(c),
+        f"no plane has so many {what}; a row of none is negative",
+    )
+
+
+def _commit_live(c: Any) -> Any:
+    return None if c.given.slots is None else c.slots.tensor >= 0
+
+
+def _commit_beyond(c: Any) -> Any:
+    """Which slots lie beyond the cursors and beyond every pool of states."""
+    if c.given.slots is None:
+        return None
+    most = c.cursors.shape[0]
+    if c.states.shape[0] > 0:
+        column = [each.name for each in fields(State)].index("slots")
+        most = max(most, int(c.states.tensor[:, column].max()))
+    return c.slots.tensor >= most
+
+
 def _op(
     name: str,
     tensors: tuple[Tensor, ...] = (),
     scalars: tuple[Scalar, ...] = (),
     rules: tuple[Rule, ...] = (),
+    values: tuple[Value, ...] = (),
     **more: Any,
 ) -> Op:
     return Op(
@@ -509,6 +551,7 @@ def _op(
         key=("pages.get_device()", "layout.key", "pages.numel()", "tokens", "pages.dtype"),
         size=_size,
         rules=(*_RULES, *rules),
+        values=(_place("pages", "pages"), _place("within", "page_tokens"), *values),
         no_work=lambda p: p.pages.numel() == 0,
         device="pages.get_device()",
         idle={"planes": 1, "record": LINE, "splits": 1, "overlap": 0},
@@ -545,6 +588,19 @@ OPS: Mapping[str, Op] = {
         ),
         scalars=(Scalar("tokens", expression="tokens if row_requests is None else 0"),),
         absent={"none": ("int32", (0,)), "no_states": ("int64", (0, STATE_FIELDS))},
+        values=(
+            Value("slots", _commit_beyond, "neither pools nor cursors have so many slots"),
+            Value("slots", _commit_live, "no two requests have one slot", distinct=True),
+            Value(
+                "row_requests",
+                lambda c: (
+                    None
+                    if c.given.row_requests is None
+                    else c.row_requests.tensor[: c.row_count] >= c.request_count
+                ),
+                "there are {c.request_count} requests; a row of none is negative",
+            ),
+        ),
         derived=(
             ("row_count", lambda c: c.pages.shape[0]),
             ("request_count", lambda c: c.accepted.shape[0]),

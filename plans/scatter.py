@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from specplan.plans.arch import Arch
 from specplan.plans.plan import Plan
-from specplan.plans.signature import FREE, Op, Rule, Scalar, Size, Tensor, vector
+from specplan.plans.signature import FREE, Op, Rule, Scalar, Size, Tensor, Value, vector
 
 
 class Scatter:
@@ -123,7 +123,27 @@ OP = Op(
             planned=True,
         ),
     ),
+    values=(
+        Value(
+            "slots",
+            lambda c: _moved(c) >= c.S,
+            "the stores have {c.S} slots; a row of none has a negative one",
+            lambda c: _moved(c),
+        ),
+        Value(
+            "slots",
+            lambda c: _moved(c) >= 0,
+            "no two moved rows have one slot",
+            lambda c: _moved(c),
+            distinct=True,
+        ),
+    ),
     no_work=lambda p: p.rows == 0,
     quick="rows == 0",
 )
 OPS = {OP.name: OP}
+
+
+def _moved(c: Any) -> Any:
+    """The slots of the rows that move."""
+    return c.slots.tensor[: c.rows]

@@ -202,6 +202,42 @@ class Rule:
         return self.text.format(c=call) if isinstance(self.text, str) else self.text(call)
 
 
+@dataclass(frozen=True)
+class Value:
+    """What the values in an argument keep, which no compiled function checks: the caller promises
+    it. Looked at where a pack was loaded to check (``runtime/checking.py``), with tensors in the
+    place of integers.
+
+    Attributes
+    ----------
+    argument
+        The argument that an error names.
+    wrong
+        A function of the call: a bool tensor, true where a value is wrong; or None where there is
+        nothing to check. Tensors of the call have the attribute ``tensor``.
+    text
+        What is expected: a format string over ``c``, the call.
+    held
+        The values that ``wrong`` is about, if not the argument's own.
+    distinct
+        ``wrong`` says which values are live instead; no two of them may be equal.
+    forms
+        The compiled forms that it is about; none for all.
+    """
+
+    argument: str
+    wrong: Callable[[Any], Any]
+    text: str
+    held: Callable[[Any], Any] | None = None
+    distinct: bool = False
+    forms: tuple[str, ...] = ()
+
+
+def picked(tensor: Any, index: Any) -> Any:
+    """The elements of a vector at indices, of which those outside it give its first or last."""
+    return tensor[index.clamp(0, max(tensor.shape[0] - 1, 0)).long()]
+
+
 class Size(NamedTuple):
     """The cell that a call asks for; the arch is that of its tensors' device."""
 
@@ -262,6 +298,15 @@ class Op:
         Lines of the fast path before the look-up: names for parts of the parameters.
     idle
         Extents of the tensors of a launch without work; 1 unless given.
+    cut
+        Of the parameters: those that have one row for each request, in their first dimension, where
+        requests are independent of each other and whatever else a call takes is the same for all.
+        Given, a call of more requests than a cell holds runs as several calls over parts of these
+        tensors, each of a cell of its own. None where such a call is declined.
+    tokens
+        Of the cell of every call, where no argument says it; 0 where one does.
+    values
+        What the caller promises of values on the device, in the order in which they are checked.
     """
 
     family: str
@@ -281,6 +326,9 @@ class Op:
     absent: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     setup: tuple[str, ...] = ()
     idle: Mapping[str, int] = field(default_factory=dict)
+    cut: tuple[str, ...] = ()
+    tokens: int = 0
+    values: tuple[Value, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.parameters:
@@ -379,24 +427,23 @@ class Op:
 
         By the op's own name, the fast path: one look-up and one call of the compiled function,
         written out. Whatever it stumbles over, it leaves to ``slow_path``, which starts anew.
-        ``bind_call`` takes the same parameters. The others take all of them by position, and give
-        parts of the same call: its key, its device, what tells its compiled form, and the arguments
-        of each form.
+        ``bind_call`` takes the same parameters. ``part_call`` is the fast path for one part of a
+        call that runs in parts: False where it stumbles. The others take all of them by position,
+        and give parts of the same call: its key, its device, what tells its compiled form, and the
+        arguments of each form.
         """
         names = ", ".join(parameter.name for parameter in self.parameters)
         lines = [
             self.header(self.name),
-            "    try:",
-            *("        " + line for line in self._fast()),
-            # Not kept: the frame and an exception that it names would keep each other, and all
-            # tensors of the call, until the cyclic collector runs.
-            "    except Exception:",
-            "        pass",
+            "    _count()",
+            *self._tried(),
             f"    return slow_path(({names},))",
             "",
             self.header("bind_call"),
             f"    return bind_values(({names},))",
         ]
+        if self.cut:
+            lines += ["", f"def part_call({names}):", *self._tried(), "    return False"]
         parts = {
             "key_of": ", ".join(self.key) + ",",
             "device_of": self.device,
@@ -416,6 +463,15 @@ class Op:
                 f"    return {expression if expression else '()'}",
             ]
         return "\n".join((*lines, ""))
+
+    def _tried(self) -> Iterator[str]:
+        """The fast path, and nothing where it stumbles."""
+        yield "    try:"
+        yield from ("        " + line for line in self._fast())
+        # Not kept: the frame and an exception that it names would keep each other, and all tensors
+        # of the call, until the cyclic collector runs.
+        yield "    except Exception:"
+        yield "        pass"
 
     def _fast(self) -> Iterator[str]:
         guards = [*self._types(), *([self.guard] if self.guard else [])]

@@ -40,6 +40,7 @@ from specplan.plans.signature import (
     Scalar,
     Size,
     Tensor,
+    Value,
     vector,
 )
 
@@ -470,6 +471,54 @@ def _size(c: Any) -> Size:
     )
 
 
+def _attended(c: Any) -> Any:
+    """Which entries of the lists count, before it is asked where they lie: bool [N, W]."""
+    chosen, owner = c.selected_tokens.tensor, c.request_indices.tensor
+    counts = (chosen >= 0) & ((owner >= 0) & (owner < c.B))[:, None]
+    if c.given.valid_count is not None:
+        # Ordinals of the entries, with torch's own ops alone.
+        order = (chosen[:1] * 0 + 1).cumsum(1) - 1
+        counts = counts & (order < c.valid_count.tensor[:, None])
+    if c.given.query_positions is not None:
+        counts = counts & (chosen <= c.query_positions.tensor[:, None])
+    return counts
+
+
+def _columns(c: Any) -> Any:
+    return c.selected_tokens.tensor // c.k_cache.shape[2]
+
+
+def _pages(c: Any) -> Any:
+    """The page of each entry that has a column: int [N, W]."""
+    owner = c.request_indices.tensor.clamp(0, max(c.B - 1, 0)).long()
+    table = c.block_table.tensor
+    return table[owner[:, None], _columns(c).clamp(0, max(table.shape[1] - 1, 0)).long()]
+
+
+_VALUES = (
+    Value(
+        "request_indices",
+        lambda c: c.request_indices.tensor >= c.B,
+        "the block table has {c.B} rows; a row of no request is negative",
+    ),
+    Value(
+        "valid_count",
+        lambda c: None if c.given.valid_count is None else c.valid_count.tensor > c.W,
+        "lists have {c.W} entries",
+    ),
+    Value(
+        "selected_tokens",
+        lambda c: _attended(c) & (_columns(c) >= c.C),
+        "the block table has {c.C} columns",
+    ),
+    Value(
+        "block_table",
+        lambda c: _attended(c) & (_pages(c) >= c.P),
+        "the caches have {c.P} pages (row and entry are those of selected_tokens)",
+        _pages,
+    ),
+)
+
 _SPLIT = ("tokens", "group_rows", "splits", "whole_units", "cluster", "apart")
 
 OP = Op(
@@ -642,6 +691,7 @@ OP = Op(
         ("written", lambda c: c.span(c.out)),
         ("space", lambda c: c.span(c.workspace)),
     ),
+    values=_VALUES,
     no_work=lambda p: p.q.dim() == 3 and p.q.shape[0] == 0,
     form=Form(
         "k_cache",

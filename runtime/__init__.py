@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from specplan.errors import (
     ColdCaptureError,
     ForkedError,
+    InParts,
     LaunchError,
     NoDeviceError,
     PackCorruptError,
@@ -33,6 +34,8 @@ from specplan.errors import (
     SpecplanError,
     Uncertified,
     UncertifiedCell,
+    UncoveredError,
+    ValueCheckError,
 )
 from specplan.plans.version import VERSION as __version__
 
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ColdCaptureError",
     "ForkedError",
+    "InParts",
     "LaunchError",
     "NoDeviceError",
     "Pack",
@@ -56,6 +60,8 @@ __all__ = [
     "SpecplanError",
     "Uncertified",
     "UncertifiedCell",
+    "UncoveredError",
+    "ValueCheckError",
     "__version__",
     "load",
     "reference",

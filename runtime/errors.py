@@ -84,10 +84,71 @@ class UncertifiedCell(SpecplanError):
         self.uncertified = uncertified
 
 
+class UncoveredError(SpecplanError):
+    """``pack.require`` found calls that a deployment can make and the pack declines; ``holes`` has
+    one answer for each kind of them.
+    """
+
+    reason = "uncovered"
+
+    def __init__(self, message: str, holes: Sequence[Uncertified]) -> None:
+        super().__init__(message)
+        self.holes = tuple(holes)
+
+
+class ValueCheckError(SpecplanError):
+    """A value on the device that a call must not have (``load(check=True)``, ``SPECPLAN_CHECK=1``);
+    nothing was launched. ``argument``, ``row`` (an index) and ``value`` say which.
+    """
+
+    reason = "value"
+
+    def __init__(self, message: str, *, argument: str, row: tuple[int, ...], value: float) -> None:
+        super().__init__(message)
+        self.argument, self.row, self.value = argument, row, value
+
+
 class PackWarning(UserWarning):
     """A pack that loads, and that something is wrong with: cells that it marks certified and that
     no certificate backs, or files that others may write.
     """
+
+
+class InParts:
+    """A call that ran as several launches over parts of its requests, because no cell holds all of
+    them. Truthy: everything was launched.
+
+    Attributes
+    ----------
+    cells
+        The cell of each part, in the order of the requests.
+    """
+
+    __slots__ = ("cells", "requests")
+
+    def __init__(self, cells: Sequence[Cell]) -> None:
+        self.cells = tuple(cells)
+        #: The requests of each part.
+        self.requests = tuple(cell.requests for cell in self.cells)
+
+    def __bool__(self) -> Literal[True]:
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, InParts) and self.cells == other.cells
+
+    def __hash__(self) -> int:
+        return hash(self.cells)
+
+    def __str__(self) -> str:
+        first = self.cells[0]
+        return (
+            f"{first.family} {first.problem} on {first.arch}: {sum(self.requests)} requests in "
+            f"parts of {' + '.join(map(str, self.requests))}"
+        )
+
+    def __repr__(self) -> str:
+        return f"InParts({self.requests})"
 
 
 class Reason(str, Enum):

@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from specplan.errors import Uncertified
+from specplan.errors import InParts, Uncertified
 from specplan.op import LoadedPack, Op
 from specplan.plans import gdn_replay as plan
 from specplan.plans.gdn_replay import HEAD, OPS, CommitterError, Cursors, Pool
 from specplan.plans.manifest import PlanRecord
 from specplan.plans.signature import Size
 
-#: Every so many requests above 64 are cells of each problem; ops whose rows are independent run as
-#: part of the next.
+#: Every so many requests above 64 are cells of each problem; ops whose compiled function does not
+#: depend on the size run as part of the next.
 _STEP = 8
 
 
@@ -33,7 +33,7 @@ class _GdnOp(Op):
     }
 
     def size_for(self, size: Size) -> Sequence[Size]:
-        """The rows are independent, so they also run as part of the next multiple of eight."""
+        """Beside their own cell, requests run as part of the next multiple of eight."""
         if size.requests % _STEP == 0:
             return (size,)
         return (size, size._replace(requests=size.requests + _STEP - size.requests % _STEP))
@@ -60,7 +60,7 @@ class VerifyStep(_GdnOp):
         out: torch.Tensor,
         scale: float | None = None,
         splits: int | None = None,
-    ) -> bool | Uncertified:
+    ) -> bool | InParts | Uncertified:
         """Launch on torch's current stream.
 
         Parameters
@@ -88,7 +88,9 @@ class VerifyStep(_GdnOp):
 
         Returns
         -------
-        True, or a falsy :class:`~specplan.Uncertified`; then nothing was launched. No rows: True.
+        True; an :class:`~specplan.InParts`, truthy, if no cell holds all requests and they ran as
+        several launches, of a cell each; or a falsy :class:`~specplan.Uncertified`: then nothing
+        was launched. No rows: True.
 
         Raises
         ------
@@ -119,7 +121,7 @@ class VerifyStep(_GdnOp):
         raise NotImplementedError  # the function made from the declaration is what is called
 
     def size_for(self, size: Size) -> Sequence[Size]:
-        """A verify runs its own cell alone."""
+        """A verify runs its own cell, or in parts that do."""
         return (size,)
 
     def may_launch(self, values: Mapping[str, Any]) -> None:
@@ -144,7 +146,7 @@ class Advance(_GdnOp):
 
     def __call__(
         self, cursors: Cursors, slot: torch.Tensor, n_acc: torch.Tensor, tokens: int
-    ) -> bool | Uncertified:
+    ) -> bool | InParts | Uncertified:
         """Launch on torch's current stream; after the step's last layer, before the next step's
         first.
 
@@ -162,7 +164,7 @@ class Advance(_GdnOp):
 
         Returns
         -------
-        True, or a falsy Uncertified; then nothing was launched. No rows: True.
+        As for ``verify``.
 
         Example
         -------
@@ -178,12 +180,12 @@ class Reset(_GdnOp):
 
     declared = OPS["reset"]
 
-    def __call__(self, cursors: Cursors, slot: torch.Tensor) -> bool | Uncertified:
+    def __call__(self, cursors: Cursors, slot: torch.Tensor) -> bool | InParts | Uncertified:
         """Launch on torch's current stream: hist_len and bank become 0 at ``slot`` (int32 [N], any
         stride; negative slots do nothing).
 
         On allocation of a slot, after its prefill, on resume: the checkpoint is the caller's to
-        write, and records need no clearing. True, or a falsy Uncertified; no rows: True::
+        write, and records need no clearing. The answer is as for ``verify``::
 
             ops.reset.require(cursors, new_slots)
         """
@@ -197,7 +199,7 @@ class Materialize(_GdnOp):
 
     def __call__(
         self, pool: Pool, src: torch.Tensor, dst: torch.Tensor, count: torch.Tensor
-    ) -> bool | Uncertified:
+    ) -> bool | InParts | Uncertified:
         """Launch on torch's current stream: ``state[dst[n]]`` becomes the state of ``src[n]`` after
         the first ``count[n]`` records of its history.
 
@@ -212,7 +214,7 @@ class Materialize(_GdnOp):
 
         Returns
         -------
-        True, or a falsy Uncertified; then nothing was launched. No rows: True.
+        As for ``verify``.
 
         Raises
         ------

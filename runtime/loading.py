@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from specplan import library
@@ -38,6 +39,7 @@ from specplan.plans.manifest import (
 )
 
 if TYPE_CHECKING:
+    from specplan.declines import OnUncertified
     from specplan.pack import Pack
 
 
@@ -46,6 +48,8 @@ def load(
     *,
     arch: str | None = None,
     candidates: bool = False,
+    on_uncertified: OnUncertified = "return",
+    check: bool | None = None,
 ) -> Pack:
     """Load the packs for this machine's GPUs: check their bytes, then open them.
 
@@ -59,6 +63,16 @@ def load(
         Without it: the packs of all visible GPUs.
     candidates
         Also run cells that are built for the arch but not certified on it.
+    on_uncertified
+        What is done with a declined call, in one place for all ops: ``"return"`` gives the falsy
+        answer to the caller, ``"raise"`` raises :class:`~specplan.UncertifiedCell`, ``"log"``
+        returns it and logs every one, a function is called with it before it is returned, and may
+        raise. Whichever it is, the first declined call of a cell is logged as a warning of the
+        logger ``specplan``.
+    check
+        Before each launch, check what is only a promise otherwise: values on the device (slots,
+        pages, cursors, counts). It waits for the device, so it is for the first runs of an
+        integration. Without it: whether ``SPECPLAN_CHECK`` is set, and not to 0.
 
     Returns
     -------
@@ -83,6 +97,7 @@ def load(
         )
     if path is not None and not isinstance(path, str | os.PathLike):
         raise PackNotFoundError(f"path is the path of a directory, not {path!r}", reason="argument")
+    begin = perf_counter()
     library.torch()
     wanted = [arch] if arch is not None else visible_archs()
     places = [("the path given", Path(path))] if path is not None else list(locations.search_path())
@@ -107,10 +122,15 @@ def load(
             f"{_without_manifest([root for _, root in places], wanted)}"
             f"Build one: specplan build --arch {wanted[0]}"
         )
-    # Here, because it imports torch.
+    # Here, because they import torch.
+    from specplan import checking
     from specplan.pack import Pack
 
-    return Pack([ArchPack(found[name], name) for name in usable], candidates=candidates)
+    opened = [ArchPack(found[name], name) for name in usable]
+    checks = checking.wanted() if check is None else check
+    pack = Pack(opened, candidates=candidates, on_uncertified=on_uncertified, check=checks)
+    pack._load_seconds = perf_counter() - begin
+    return pack
 
 
 def _without_manifest(roots: Sequence[Path], wanted: Sequence[str]) -> str:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from threading import Lock
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
 import torch
 from specplan import forked
+from specplan.checking import Checks
+from specplan.declines import Declines, OnUncertified
 from specplan.errors import (
     ColdCaptureError,
+    InParts,
     NoDeviceError,
     PackCorruptError,
     PackNotFoundError,
@@ -20,7 +26,11 @@ from specplan.op import ArchPack, Op, Picked
 from specplan.plans.cell import Cell, nearest
 from specplan.plans.families import FAMILIES as PLANNING
 from specplan.plans.manifest import Manifest
+from specplan.plans.parts import parts_of
 from specplan.plans.signature import Size
+
+if TYPE_CHECKING:
+    from specplan.plans.deployment import Deployment
 
 __all__ = ["Pack", "Picked"]
 
@@ -32,7 +42,21 @@ class Pack(Families):
     :func:`load` sees the new ones.
     """
 
-    def __init__(self, packs: Sequence[ArchPack], *, candidates: bool) -> None:
+    def __init__(
+        self,
+        packs: Sequence[ArchPack],
+        *,
+        candidates: bool,
+        on_uncertified: OnUncertified = "return",
+        check: bool = False,
+    ) -> None:
+        #: Checks of values on the device, before each launch if they are enabled.
+        self.checks = Checks(check)
+        #: Policy and counts of declined calls.
+        self.declines = Declines(on_uncertified)
+        #: Seconds that opening the packs took, and loading their code, by device and family.
+        self._load_seconds = 0.0
+        self._prepare_seconds: dict[tuple[int, str], float] = {}
         self._packs = {pack.manifest.arch: pack for pack in packs}
         self._by_capability = {pack.manifest.capability: pack for pack in packs}
         self._prepared: set[tuple[int, str]] = set()
@@ -107,6 +131,56 @@ class Pack(Families):
                 self._prepare(index, name)
             torch.cuda.synchronize(index)
 
+    def require(self, deployment: str | os.PathLike[str] | Deployment) -> tuple[InParts, ...]:
+        """Refuse to serve a deployment of which any call would be declined; before traffic.
+
+        Parameters
+        ----------
+        deployment
+            A deployment file, as ``specplan coverage --deployment`` takes it, or what
+            ``specplan.plans.deployment`` made of one. Of its archs those count that are loaded.
+
+        Returns
+        -------
+        The batch sizes that run in parts, and how.
+
+        Raises
+        ------
+        UncoveredError
+            With every kind of call that the pack declines, its batch sizes and the nearest
+            certified cells.
+        SpecplanError
+            The deployment is for none of the loaded archs (reason ``deployment_arch``).
+        """
+        # Here, because it reads YAML.
+        from specplan import requirement
+
+        manifests = {arch: pack.manifest for arch, pack in self._packs.items()}
+        return requirement.check(deployment, manifests, self._ops)
+
+    def stats(self) -> Mapping[str, Any]:
+        """What the pack has done so far: a dictionary of its own, of plain values.
+
+        ``calls`` and ``binds`` by op, declined ones included; launches of a bind, and of a captured
+        graph, are counted nowhere. ``declines`` by op, reason and cell. ``parts``: calls that ran
+        in parts, by op and size. ``load_seconds``; ``prepare_seconds`` by device and family.
+        ``bytes`` of the opened libraries, by arch and family.
+        """
+        prepared: dict[str, dict[str, float]] = {}
+        for (index, family), seconds in self._prepare_seconds.items():
+            prepared.setdefault(f"cuda:{index}", {})[family] = seconds
+        return {
+            "calls": {op.title: op.calls for op in self._ops},
+            "binds": {op.title: op.binds for op in self._ops},
+            **self.declines.as_dict(),
+            "load_seconds": self._load_seconds,
+            "prepare_seconds": prepared,
+            "bytes": {
+                arch: {family: record.size for family, record in pack.manifest.objects.items()}
+                for arch, pack in self._packs.items()
+            },
+        }
+
     def _of_device(self, index: int) -> ArchPack | None:
         if not 0 <= index < torch.cuda.device_count():
             return None
@@ -124,7 +198,9 @@ class Pack(Families):
             )
         with self._preparing:
             if (index, family) not in self._prepared:
+                begin = perf_counter()
                 self._load_code(pack, index, family)
+                self._prepare_seconds[index, family] = perf_counter() - begin
                 self._prepared.add((index, family))
 
     def _load_code(self, pack: ArchPack, index: int, family: str) -> None:
@@ -217,3 +293,37 @@ class Pack(Families):
                     arch_pack.functions[use.symbol],
                 )
         raise PackCorruptError(f"{wanted} has no plan for op {op!r}; build the pack again")
+
+    def _pick_parts(
+        self,
+        family: str,
+        op: str,
+        arch_pack: ArchPack,
+        size: Size,
+        problem: str | None = None,
+    ) -> tuple[Picked, ...]:
+        """The plans of the fewest cells that hold the requests of a call between them; none if no
+        cells do.
+        """
+        names = arch_pack.problems.get((family, size.geometry), [])
+        sizes = {
+            requests
+            for group in arch_pack.manifest.groups
+            if group.family == family
+            and group.dtype == size.dtype
+            and group.problem in (names if problem is None else [problem])
+            and (group.automatic if size.splits is None else group.splits == size.splits)
+            and (group.certified or self.candidates)
+            for tokens, every in group.extent
+            if size.tokens in tokens
+            for requests in every
+        }
+        picks = {}
+        counts = parts_of(size.requests, sizes)
+        for requests in dict.fromkeys(counts):
+            part = size._replace(requests=requests)
+            picked = self._pick(family, op, arch_pack, part, problem)
+            if isinstance(picked, Uncertified):
+                return ()
+            picks[requests] = picked
+        return tuple(picks[requests] for requests in counts)

@@ -368,6 +368,8 @@ class FamilyRun:
         answer = _op(self.pack, self.family, case.op)(**case.arguments())
         if not answer:
             raise CertificationError(f"{cell}: case {case.name!r} was declined: {answer}")
+        if answer is not True:
+            raise CertificationError(f"{cell}: case {case.name!r} ran as other cells: {answer}")
 
     def check_pick(self, cell: Cell, case: Any, uses: tuple[Use, ...]) -> str:
         """The call must come to the cell that it is evidence for; returns the plan that it runs."""

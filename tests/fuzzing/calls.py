@@ -232,8 +232,8 @@ class Score:
         if isinstance(answer, str):
             how = f"declined: {answer}"
         else:
-            how = "launched" if answer is True else f"declined: {answer.reason.value}"
-        if answer is True and not call.defined:
+            how = "launched" if answer else f"declined: {answer.reason.value}"
+        if answer and not isinstance(answer, str) and not call.defined:
             how = "launched, outcome not defined"
         self.answers[f"{call.op}: {how}"] += 1
 

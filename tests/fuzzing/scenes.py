@@ -370,6 +370,8 @@ def run_scene(
             verdicts.wrong(row, scene, call, f"raised {error!r}")
             raw.copy_(base)
             continue
+        if isinstance(answer, specplan.InParts):
+            answer = True
         if answer is not True and not isinstance(answer, (specplan.Uncertified, str)):
             verdicts.wrong(row, scene, call, f"answered {answer!r}")
             raw.copy_(base)

@@ -38,6 +38,7 @@ families:
       small: {key_heads: 2, value_heads: 8}
       wide: {key_heads: 16, value_heads: 32}
       device: {key_heads: 4, value_heads: 4}
+      narrow: {key_heads: 1, value_heads: 2}
     cells:
       - {problems: [small], requests: [1..5, 8, 16], tokens: 1..8, splits: auto,
          dtypes: [bf16, fp32], candidate: [sm_90a], why: tests}
@@ -45,6 +46,8 @@ families:
          candidate: [sm_90a], why: tests}
       - {problems: [wide], requests: [8, 32], tokens: [4], splits: auto, dtypes: [bf16],
          candidate: [sm_90a], why: tests}
+      - {problems: [narrow], requests: [1..64, 72..256/8], tokens: [1, 4], splits: auto,
+         dtypes: [bf16], candidate: [sm_90a], why: batches in parts}
       - {problems: [device], requests: [1], tokens: [4], splits: 1, dtypes: [bf16],
          candidate: [sm_90a], why: device code}
       - {problems: [device], requests: [1], tokens: [8], splits: 2, dtypes: [fp32],

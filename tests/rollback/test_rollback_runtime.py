@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 import specplan  # noqa: E402
 from specplan import Reason, UncertifiedCell, op  # noqa: E402
 from specplan import pack as runtime_pack  # noqa: E402
+from specplan.checking import Checks  # noqa: E402
 from specplan.kernels.rollback.cases import RollbackCase  # noqa: E402
 from specplan.loading import ArchPack  # noqa: E402
 from specplan.plans import catalog as catalogs  # noqa: E402
@@ -280,3 +281,24 @@ def test_preparing_launches_no_plan_that_no_cell_may_run(
     both = {s for s in arch_pack.functions if "int64" in s}
     assert seen == set(arch_pack.functions) - (set() if candidates else both)
     assert both, "there are plans that it is about"
+
+
+@pytest.mark.parametrize("name", ["gather", "restore", "commit"])
+def test_values_are_checked_where_the_pack_is_told_to(loaded: specplan.Pack, name: str) -> None:
+    loaded.checks = Checks(True)
+    op, right = getattr(loaded.rollback, name), call(name)
+    for each in ("pages", "within"):
+        right[each] = on_device(right[each].clamp(-1, 0))
+    if name == "commit":
+        right["slots"] = on_device(torch.tensor([0, -1], dtype=torch.int32))
+    assert op(**right) is True
+    wrong: list[tuple[str, int]] = [("pages", 1 << 20), ("within", 1 << 20)]
+    if name == "commit":
+        wrong += [("slots", 1 << 20), ("slots", 0)]
+    for argument, value in wrong:
+        changed = on_device(right[argument].clone())
+        changed[1] = value
+        before = len(launches(loaded))
+        with pytest.raises(specplan.ValueCheckError, match=f"{argument} in row 1 is {value}"):
+            op(**{**right, argument: changed})
+        assert len(launches(loaded)) == before

@@ -14,7 +14,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from specplan import Reason, Uncertified, UncertifiedCell, library  # noqa: E402
+from specplan import (  # noqa: E402, ValueCheckError
+    Reason,
+    Uncertified,
+    UncertifiedCell,
+    ValueCheckError,
+    library,
+)
+from specplan.checking import Checks  # noqa: E402
 from specplan.kernels.sparse_gqa_verify import cases, reference  # noqa: E402
 from specplan.loading import ArchPack  # noqa: E402
 from specplan.pack import Pack  # noqa: E402
@@ -544,3 +551,41 @@ def test_certification_fails_on(
 
 def test_certification_checks_declined_calls(run: certify.FamilyRun) -> None:
     run.check_declined()
+
+
+def test_values_are_checked_where_the_pack_is_told_to(
+    pack: Pack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    pack.checks = Checks(True)
+    case = case_of("bf16", counted=True)
+    case.refill(1)
+    call = call_of(case)
+    pages, columns = call["k_cache"].shape[0], call["block_table"].shape[1]
+    width, page = call["selected_tokens"].shape[1], call["k_cache"].shape[2]
+    right = {
+        "block_table": call["block_table"].clamp(-1, pages - 1),
+        "request_indices": call["request_indices"].clamp(-1, 1),
+        "selected_tokens": call["selected_tokens"].clamp(-1, columns * page - 1),
+        "valid_count": torch.full_like(call["valid_count"], width),
+        "query_positions": torch.full_like(call["query_positions"], columns * page),
+    }
+    right["request_indices"][0] = 0
+    right["selected_tokens"][0, 2] = page - 1
+    call.update(right)
+    assert pack.sparse_gqa_verify(**call) is True
+    wrong = {
+        "block_table": ((0, 0), pages, rf"block_table in row 0, \d+ is {pages}; the caches have"),
+        "request_indices": ((1,), 2, "request_indices in row 1 is 2; the block table has 2 rows"),
+        "selected_tokens": ((0, 2), columns * page, r"selected_tokens in row 0, 2 is"),
+        "valid_count": ((1,), width + 1, "valid_count in row 1 is"),
+    }
+    for name, (at, value, said) in wrong.items():
+        changed = right[name].clone()
+        changed[at] = value
+        with pytest.raises(ValueCheckError, match=said):
+            pack.sparse_gqa_verify(**{**call, name: changed})
+    # What does not count is not asked where it lies.
+    right["selected_tokens"][0, 2] = columns * page
+    for name, limit in (("valid_count", 2), ("query_positions", columns * page - 1)):
+        assert pack.sparse_gqa_verify(**{**call, name: torch.full_like(right[name], limit)}) is True
