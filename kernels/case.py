@@ -92,15 +92,16 @@ GUARD = 64
 
 @dataclass(frozen=True)
 class View:
-    """Where a tensor lies in an arena, in words."""
+    """Where a tensor lies in an arena: its first word, and strides in elements."""
 
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    dtype: torch.dtype = torch.int32
 
 
 class Arena:
-    """int32 tensors in one storage, with guard words around each."""
+    """int32 and int64 tensors in one storage of int32 words, with guard words around each."""
 
     def __init__(self) -> None:
         self.views: dict[str, View] = {}
@@ -117,13 +118,40 @@ class Arena:
         self.views[name] = View(self.words, shape, tuple(max(1, s) for s in stride))
         self.words += extent + GUARD
 
+    def add_strided(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        dtype: torch.dtype = torch.int32,
+    ) -> None:
+        """Reserve a tensor of any strides, in elements; int64 begins at an even word."""
+        words = dtype.itemsize // 4
+        self.words += self.words % words
+        self.views[name] = View(self.words, shape, stride, dtype)
+        reach = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
+        self.words += (reach * words if prod(shape) else 0) + GUARD
+        # The storage is seen as one of int64, too.
+        self.words += self.words % words
+
+    def add_long(self, name: str, *shape: int) -> None:
+        """Reserve a dense int64 tensor."""
+        stride = tuple(max(1, prod(shape[i + 1 :])) for i in range(len(shape)))
+        self.add_strided(name, shape, stride, torch.int64)
+
     def storage(self, device: torch.device) -> torch.Tensor:
         return torch.empty(self.words, dtype=torch.int32, device=device)
 
     def tensors(self, storage: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors of a storage, by name."""
+        even = storage.numel() // 2 * 2
         return {
-            name: torch.as_strided(storage, view.shape, view.stride, view.offset)
+            name: torch.as_strided(
+                storage if view.dtype is torch.int32 else storage[:even].view(view.dtype),
+                view.shape,
+                view.stride,
+                view.offset // (view.dtype.itemsize // 4),
+            )
             for name, view in self.views.items()
         }
 

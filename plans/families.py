@@ -9,7 +9,10 @@ from types import MappingProxyType
 from specplan.plans.family import Family
 from specplan.plans.signature import Op
 
-NAMES = ("scatter", "gather", "rollback", "gdn_replay", "sparse_gqa_verify")
+NAMES = (
+    *("scatter", "gather", "rollback", "gdn_replay", "sparse_gqa_verify"),
+    "step_setup",
+)
 
 
 def _load() -> Mapping[str, Family]:

@@ -14,6 +14,7 @@ from specplan.plans.manifest import PlanRecord
 from specplan.rollback import Rollback
 from specplan.scatter import Scatter
 from specplan.sparse_gqa_verify import SparseGqaVerify
+from specplan.step_setup import StepSetup
 
 
 class RuntimeFamily(Protocol):
@@ -35,6 +36,7 @@ FAMILIES: Mapping[str, RuntimeFamily] = MappingProxyType(
         "rollback": Rollback,
         "gdn_replay": GdnReplay,
         "sparse_gqa_verify": SparseGqaVerify,
+        "step_setup": StepSetup,
     }
 )
 
@@ -50,3 +52,4 @@ class Families:
         rollback: Rollback
         gdn_replay: GdnReplay
         sparse_gqa_verify: SparseGqaVerify
+        step_setup: StepSetup

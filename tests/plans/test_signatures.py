@@ -16,6 +16,16 @@ ROOT = Path(__file__).resolve().parents[2] / "certificates"
 ARCH = "sm_90a"
 
 
+#: Families whose cells are all candidates have no certificate yet.
+CERTIFIED = [name for name in FAMILIES if (ROOT / ARCH / f"{name}.yaml").is_file()]
+
+
+def test_every_family_with_certified_cells_has_a_certificate() -> None:
+    claims = catalog.load()
+    claimed = {cell.family for cell in claims.cells(ARCH) if claims.claims[cell].certified}
+    assert claimed == set(CERTIFIED)
+
+
 @pytest.fixture(scope="module")
 def plans() -> dict[str, Plan]:
     """Every plan of the catalog's first arch, by symbol."""
@@ -25,7 +35,7 @@ def plans() -> dict[str, Plan]:
     return {plan.symbol: plan for cell in kinds.values() for plan in claims.plans_of(cell)}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CERTIFIED)
 def test_the_compiled_signatures_are_the_declared_ones(plans: dict[str, Plan], family: str) -> None:
     certificate = certificates.read(ROOT / ARCH / f"{family}.yaml")
     assert certificate.plans
