@@ -12,7 +12,18 @@ from typing import Any, ClassVar
 
 from specplan.plans.arch import Arch
 from specplan.plans.plan import Plan
-from specplan.plans.signature import FREE, Op, Parameter, Rule, Scalar, Size, Tensor, vector
+from specplan.plans.signature import (
+    FREE,
+    Op,
+    Parameter,
+    Rule,
+    Scalar,
+    Size,
+    Tensor,
+    Value,
+    picked,
+    vector,
+)
 
 #: The most requests of a call: each CTA holds the sums of their rows in shared memory.
 MOST_REQUESTS = 2048
@@ -106,6 +117,28 @@ _ROWS = (
     ("cache_slot", "int64", "page x page size + place in the page, or -1"),
     ("group_slot", "int64", "the same in groups, for the last token of a group; else -1"),
 )
+
+
+def _histories(c: Any) -> Any:
+    """Which requests have a history that a work item names."""
+    slots = c.slots.tensor
+    return (slots >= 0) & (slots < c.hist_len.shape[0])
+
+
+def _of_history(name: str, most: str) -> Value:
+    """What the history of each request holds."""
+
+    def held(c: Any) -> Any:
+        return picked(getattr(c, name).tensor, c.slots.tensor)
+
+    def wrong(c: Any) -> Any:
+        if c.work.shape[0] == 0 or c.hist_len.shape[0] == 0:
+            return None
+        limit = c.window if most == "window" else int(most)
+        return _histories(c) & ((held(c) < 0) | (held(c) > limit))
+
+    text = "0..{c.window} are records" if most == "window" else "a bank is 0 or 1"
+    return Value(name, wrong, text, held=held)
 
 
 def _no_work_items(c: Any) -> Any:
@@ -270,6 +303,25 @@ OP = Op(
             lambda c: c.bank.shape[0] == c.hist_len.shape[0],
             "bank has {c.bank.shape[0]} slots, hist_len {c.hist_len.shape[0]}",
         ),
+    ),
+    values=(
+        Value(
+            "seq_lens",
+            lambda c: (
+                c.seq_lens.tensor.clamp(min=0).cumsum(0) > c.row_count
+                if c.tokens == 0 and c.requests
+                else None
+            ),
+            "the rows of all requests up to this one do not fit {c.row_count}",
+        ),
+        Value(
+            "slots",
+            lambda c: None if c.work.shape[0] == 0 or c.requests == 0 else _histories(c),
+            "no two requests have one history",
+            distinct=True,
+        ),
+        _of_history("hist_len", "window"),
+        _of_history("bank", "1"),
     ),
     idle={
         "tokens": 1,

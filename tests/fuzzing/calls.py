@@ -39,7 +39,8 @@ SCALARS: Mapping[str, bool] = {
     **dict.fromkeys(
         (f"{n}_begin" for n in ("input_ids", "draft_tokens", "pos_offsets", "kv_offsets")), False
     ),
-    **dict.fromkeys(("splits", "scale"), True),
+    **dict.fromkeys(("page_size", "group"), False),
+    **dict.fromkeys(("splits", "scale", "window"), True),
 }
 #: Of these, the ones that need not be integers.
 FLOATS = ("softmax_scale", "scale")

@@ -360,12 +360,57 @@ def _attention(
     return arguments
 
 
+def _setup(
+    chance: Random, world: World, g: Mapping[str, int], device: int, name: str
+) -> dict[str, Any]:
+    requests, tokens = chance.choice((0, 1, 2, 3, 4, 8)), chance.choice((0, 1, 2, 4))
+    rows = requests * max(1, tokens) + chance.choice((0, 0, 3))
+    index = chance.choice((INT32, torch.int64))
+
+    def tensor(name: str, *shape: int, dtype: torch.dtype = INT32) -> torch.Tensor:
+        return world.tensor(device, name, *shape, dtype=dtype)
+
+    arguments: dict[str, Any] = {
+        "kv_lens": tensor("kv_lens", requests),
+        "block_table": tensor("table", requests, 2),
+        "request_of_row": tensor("request_of_row", rows),
+        "position_of_row": tensor("position_of_row", rows),
+        "visible_of_row": tensor("visible_of_row", rows),
+        "page_of_row": tensor("page_of_row", rows, dtype=index),
+        "within_of_row": tensor("within_of_row", rows, dtype=index),
+        "first_position": tensor("first_position", requests),
+        "tokens": tokens,
+        "page_size": g["group"] * chance.choice((1, 8)),
+        "group": g["group"],
+        "scale": chance.choice((None, None, 1, 48)),
+    }
+    if tokens == 0:
+        arguments["seq_lens"] = tensor("seq_lens", requests)
+    for wanted, dtype in (
+        *(("ordinal_of_row", INT32), ("position_of_row_int64", torch.int64)),
+        *(("length_of_row", INT32), ("cache_slot", torch.int64), ("group_slot", torch.int64)),
+    ):
+        if chance.random() < 0.3:
+            arguments[wanted] = tensor(wanted, rows, dtype=dtype)
+    if chance.random() < 0.3:
+        arguments["table_out"] = tensor("table_out", requests + 1, 2)
+    if chance.random() < 0.4:
+        arguments["work"] = tensor("work", requests, 4)
+        arguments["n_commit"] = tensor("n_commit", 1)
+        arguments["slots"] = world.tensor(device, "slots", requests, fill="range")
+        arguments["hist_len"] = tensor("hist_len", 8)
+        arguments["bank"] = tensor("bank", 8)
+        arguments["window"] = chance.choice((None, 16))
+    return arguments
+
+
 _MAKERS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "scatter": _scatter,
     "gather": _gather,
     "rollback": _rollback,
     "gdn_replay": _gdn,
     "sparse_gqa_verify": _attention,
+    "step_setup": _setup,
 }
 
 

@@ -22,7 +22,7 @@ CERTIFIED = [name for name in FAMILIES if (ROOT / ARCH / f"{name}.yaml").is_file
 
 def test_every_family_with_certified_cells_has_a_certificate() -> None:
     claims = catalog.load()
-    claimed = {cell.family for cell in claims.cells(ARCH) if claims.claims[cell].certified}
+    claimed = {cell.family for cell in claims.cells(ARCH) if claims.claims[cell]}
     assert claimed == set(CERTIFIED)
 
 

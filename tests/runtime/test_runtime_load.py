@@ -607,7 +607,7 @@ def test_every_error_is_a_specplan_error_with_a_reason_of_its_own() -> None:
         for name in specplan.__all__
         if name.endswith("Error") and name != "SpecplanError"
     ]
-    assert len(kinds) == 8
+    assert len(kinds) == 10
     assert all(issubclass(kind, specplan.SpecplanError) for kind in kinds)
     assert len({kind.reason for kind in kinds} | {"error"}) == len(kinds) + 1
     assert os.environ.get("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1") == "1"

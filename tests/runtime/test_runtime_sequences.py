@@ -81,6 +81,13 @@ families:
          dtypes: [bf16, fp8_e4m3, nvfp4], candidate: [sm_90a], why: tests}
       - {problems: [large, narrow], requests: 1..4, tokens: [1, 2], splits: 1,
          dtypes: [bf16, nvfp4], candidate: [sm_90a], why: tests}
+  step_setup:
+    problems:
+      four: {group: 4}
+      one: {group: 1}
+    cells:
+      - {problems: [four, one], requests: 1..4, tokens: 1..4, splits: 1, dtypes: [int32, int64],
+         candidate: [sm_90a], why: tests}
 """
 
 

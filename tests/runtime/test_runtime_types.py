@@ -27,7 +27,7 @@ ROOM = Path(specplan.__path__[0])
 CLASSES: dict[tuple[str, str], type[op.Op]] = {
     (each.declared.family, each.declared.name): each
     for each in (
-        *(families.Scatter, families.Gather, families.SparseGqaVerify),
+        *(families.Scatter, families.Gather, families.SparseGqaVerify, families.StepSetup),
         *(rollback.SaveRows, rollback.RestoreRows, rollback.Commit),
         *(gdn.VerifyStep, gdn.Advance, gdn.Materialize, gdn.Reset),
     )
