@@ -217,10 +217,12 @@ def declined(device: torch.device) -> Iterator[tuple[str, dict[str, Any], torch.
         case.refill(1)
         return case
 
-    def changed(
-        what: str, case: StepSetupCase | None = None, **changes: Any
+    def changed(what: str, **changes: Any) -> tuple[str, dict[str, Any], torch.Tensor]:
+        return changed_of(fresh(), what, **changes)
+
+    def changed_of(
+        case: StepSetupCase, what: str, **changes: Any
     ) -> tuple[str, dict[str, Any], torch.Tensor]:
-        case = case if case is not None else fresh()
         arguments = dict(case.arguments())
         for name, change in changes.items():
             arguments[name] = change(arguments[name]) if callable(change) else change
@@ -253,7 +255,7 @@ def declined(device: torch.device) -> Iterator[tuple[str, dict[str, Any], torch.
     yield changed("no tokens and no lists", tokens=0)
     yield changed("tokens and lists", seq_lens=case.tensors["kv_lens"].clone())
     listed = fresh(counts=[4, 0, 4, 4, 4, 0])
-    yield changed("a short list of rows", listed, seq_lens=lambda t: t[:-1])
+    yield changed_of(listed, "a short list of rows", seq_lens=lambda t: t[:-1])
     yield changed("no page size", page_size=0)
     yield changed("pages of part of a group", page_size=6)
     yield changed("no group", group=0)
