@@ -48,7 +48,7 @@ def token_pool_pages(pool: torch.Tensor, page_size: int) -> torch.Tensor:
         raise ValueError(
             f"the pool is {tuple(pool.shape)}, expected [pages x {page_size}, kv_heads, head_dim]"
         )
-    pages = fp8(pool).unflatten(0, (pool.shape[0] // page_size, page_size))
+    pages: torch.Tensor = fp8(pool).unflatten(0, (pool.shape[0] // page_size, page_size))
     return pages.permute(0, 2, 1, 3)
 
 

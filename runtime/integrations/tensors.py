@@ -87,7 +87,8 @@ def by_request(rows: torch.Tensor, tokens: int) -> torch.Tensor:
     """
     if tokens < 1 or rows.shape[0] % tokens:
         raise ValueError(f"{rows.shape[0]} rows are no multiple of {tokens} tokens a request")
-    return rows.unflatten(0, (rows.shape[0] // tokens, tokens))
+    split: torch.Tensor = rows.unflatten(0, (rows.shape[0] // tokens, tokens))
+    return split
 
 
 def replay_records(
