@@ -37,7 +37,9 @@ ROOM_NAME = re.compile(r"specplan\.(kernels|tools)[\w.]*")
 def sources(room: str) -> list[Path]:
     """A room's files. The runtime is the package itself, with the other rooms under it."""
     root, _ = ROOMS[room]
-    return sorted(root.glob("*.py") if room == "runtime" else root.rglob("*.py"))
+    if room == "runtime":
+        return sorted((*root.glob("*.py"), *root.glob("integrations/*.py")))
+    return sorted(root.rglob("*.py"))
 
 
 def room_of(module: str) -> str:
