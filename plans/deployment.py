@@ -289,20 +289,27 @@ def unserved(use: Use, arch: str, catalog: Catalog) -> str | None:
 
 def smaller_pages(use: Use, arch: str, catalog: Catalog) -> list[tuple[int, str]]:
     """Problems that differ in a smaller page alone, of which a page holds a whole number: their
-    page sizes and names.
+    page sizes and names. Those with certified cells on the arch, if there are any.
 
     A view could cut the pages so, an index space over the same memory; it is the caller's.
     """
     page = use.geometry.get("page_size")
     if not page or arch not in catalog.archs:
         return []
-    return sorted(
+    found = sorted(
         (geometry["page_size"], name)
         for name, geometry in catalog.problems.get(use.family, {}).items()
         if {**geometry, "page_size": page} == dict(use.geometry)
         and geometry["page_size"] < page
         and page % geometry["page_size"] == 0
     )
+    certified = {
+        name
+        for block in catalog.blocks
+        if block.family == use.family and arch in block.certified
+        for name in block.problems
+    }
+    return [(size, name) for size, name in found if name in certified] or found
 
 
 def reachable(deployment: Deployment, catalog: Catalog) -> Iterator[tuple[Use, Cell, str | None]]:

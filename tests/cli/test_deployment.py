@@ -115,7 +115,7 @@ def shipped() -> Catalog:
             "head_dim is 128, sparse_gqa_verify has only 256",
             "head_dim 256, not 128",
         ),
-        ("page", "16", "no problem of the catalog has q_heads=24", "(page_size 32, not 16)"),
+        ("page", "8", "no problem of the catalog has q_heads=24", "(page_size 32, not 8)"),
         (
             "page",
             "1600",
@@ -318,7 +318,7 @@ families:
   scatter: {history: 8, next: 9, draft: 8}
   gather: {next: 9, draft: 8}
   rollback: {planes: 11, row_bytes: 256, side_planes: 1, side_row_bytes: 12, dtype: int32}
-  gdn_replay: {key_heads: 8, value_heads: 24, dtype: fp32}
+  gdn_replay: {key_heads: 8, value_heads: 40, dtype: fp32}
   sparse_gqa_verify:
     {q_heads: 24, kv_heads: 2, head_dim: 256, page_size: 1600, selected: 2051, dtype: fp8_e4m3}
 """

@@ -243,15 +243,28 @@ def test_servers_differ_in_the_state_where_the_model_says_nothing() -> None:
 
 
 def test_holes_name_the_view_that_would_reach_a_problem(shipped: Catalog, tmp_path: Path) -> None:
-    """Where the block is a multiple of a page that the catalog has, and only there."""
-    for kv_dtype, drafts, fits in (("fp8", 3, True), ("auto", 5, False)):
+    """Certified pages if they divide the block, others if only they do."""
+    for kv_dtype, drafts, remainder, page in (
+        *(("fp8", 3, 0, "32 (qsa_24_2)"), ("auto", 5, 16, "16 (qsa_24_2_page16)")),
+    ):
         setup = Setup("vllm", 8, kv_dtype=kv_dtype, drafts=drafts)
         found = derive(config("qwen3.8-flash-next"), setup)
-        assert (found.page is not None and found.page % 32 == 0) == fits
+        assert found.page is not None and found.page % 32 == remainder
         answer = servers.answer(found, setup, shipped, tmp_path, [])
         holes = [hole for hole in answer.holes if hole.cell.family == "sparse_gqa_verify"]
-        said = "a view that cuts its pages into pages of 32 (qsa_24_2)"
-        assert holes and all((said in hole.reason) == fits for hole in holes)
+        said = f"a view that cuts its pages into pages of {page}"
+        assert holes and all(said in hole.reason for hole in holes)
+    assert not any("a view" in hole.reason for hole in holes_of_page(shipped, tmp_path, 24))
+
+
+def holes_of_page(shipped: Catalog, tmp_path: Path, page: int) -> list[Any]:
+    """The holes of a server with pages of a size that no page of the catalog divides."""
+    setup = Setup("trtllm", 8, kv_dtype="fp8", drafts=3, page=page)
+    found = derive(config("qwen3.8-flash-next"), setup)
+    answer = servers.answer(found, setup, shipped, tmp_path, [])
+    holes = [hole for hole in answer.holes if hole.cell.family == "sparse_gqa_verify"]
+    assert holes
+    return holes
 
 
 def test_a_block_that_vllm_refuses_is_noted() -> None:
