@@ -92,7 +92,7 @@ GUARD = 64
 
 @dataclass(frozen=True)
 class View:
-    """Where a tensor lies in an arena: its first word, and strides in elements."""
+    """Where a tensor lies in an arena, in elements."""
 
     offset: int
     shape: tuple[int, ...]
@@ -101,7 +101,7 @@ class View:
 
 
 class Arena:
-    """int32 and int64 tensors in one storage of int32 words, with guard words around each."""
+    """Tensors in one storage of words, with guard words around each; int32 unless they say so."""
 
     def __init__(self) -> None:
         self.views: dict[str, View] = {}
@@ -125,19 +125,34 @@ class Arena:
         stride: tuple[int, ...],
         dtype: torch.dtype = torch.int32,
     ) -> None:
-        """Reserve a tensor of any strides, in elements; int64 begins at an even word."""
-        words = dtype.itemsize // 4
-        self.words += self.words % words
-        self.views[name] = View(self.words, shape, stride, dtype)
-        reach = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
-        self.words += (reach * words if prod(shape) else 0) + GUARD
-        # The storage is seen as one of int64, too.
-        self.words += self.words % words
+        """Reserve a tensor of any strides, in elements."""
+        self.add_typed(name, dtype, *shape, strides=stride)
 
     def add_long(self, name: str, *shape: int) -> None:
         """Reserve a dense int64 tensor."""
         stride = tuple(max(1, prod(shape[i + 1 :])) for i in range(len(shape)))
         self.add_strided(name, shape, stride, torch.int64)
+
+    def add_typed(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        *shape: int,
+        strides: tuple[int, ...] | None = None,
+        shift: int = 0,
+    ) -> None:
+        """Reserve a tensor of any dtype that begins ``shift`` elements past a multiple of 16
+        bytes, dense unless ``strides`` says otherwise.
+        """
+        stride = strides or tuple(max(1, prod(shape[i + 1 :])) for i in range(len(shape)))
+        last = sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        extent = last + 1 if prod(shape) else 0
+        start = -(-self.words // 4) * 4
+        offset = start * 4 // dtype.itemsize + shift
+        self.views[name] = View(offset, shape, stride, dtype)
+        self.words = -(-(offset + extent) * dtype.itemsize // 4) + GUARD
+        # Whole elements of any dtype.
+        self.words += self.words % 2
 
     def storage(self, device: torch.device) -> torch.Tensor:
         return torch.empty(self.words, dtype=torch.int32, device=device)
@@ -150,7 +165,7 @@ class Arena:
                 storage if view.dtype is torch.int32 else storage[:even].view(view.dtype),
                 view.shape,
                 view.stride,
-                view.offset // (view.dtype.itemsize // 4),
+                view.offset,
             )
             for name, view in self.views.items()
         }

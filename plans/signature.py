@@ -76,6 +76,9 @@ class Tensor:
         Whether the op writes it.
     source
         Where it comes from: an expression of the parameters, if it is not one.
+    parameter
+        The parameter that it is, if one of another name: a parameter that may have one of several
+        dtypes is a tensor for each.
     stand_in
         What is passed where the caller gives None: another tensor's name, or one of ``Op.absent``.
         A tensor without one is not optional.
@@ -100,10 +103,16 @@ class Tensor:
     stride_bits: int | None = None
     written: bool = False
     source: str = ""
+    parameter: str = ""
     stand_in: str = ""
     forms: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
     idle: str = ""
+
+    @property
+    def of(self) -> str:
+        """The parameter's name."""
+        return self.parameter or self.name
 
     @property
     def expression(self) -> str:
@@ -543,7 +552,7 @@ class Op:
         lines = ["| argument | dtype | shape | |", "|---|---|---|---|"]
         for parameter in self.parameters:
             # An op with forms declares a tensor once for each: bf16 and fp8 caches, say.
-            tensors = [tensor for tensor in self.tensors if tensor.name == parameter.name]
+            tensors = [tensor for tensor in self.tensors if tensor.of == parameter.name]
             dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
             shapes = dict.fromkeys(f"[{', '.join(map(str, each.shape))}]" for each in tensors)
             notes = [parameter.about or next((t.about for t in tensors if t.about), "")]

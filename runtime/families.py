@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from specplan.argmax import Argmax
 from specplan.gather import Gather
 from specplan.gdn_replay import GdnReplay
 from specplan.op import LoadedPack
@@ -37,6 +38,7 @@ FAMILIES: Mapping[str, RuntimeFamily] = MappingProxyType(
         "gdn_replay": GdnReplay,
         "sparse_gqa_verify": SparseGqaVerify,
         "step_setup": StepSetup,
+        "argmax": Argmax,
     }
 )
 
@@ -53,3 +55,4 @@ class Families:
         gdn_replay: GdnReplay
         sparse_gqa_verify: SparseGqaVerify
         step_setup: StepSetup
+        argmax: Argmax

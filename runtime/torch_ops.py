@@ -92,7 +92,7 @@ def name_of(op: Op) -> str:
 
 def schema(op: Op) -> str:
     """The op's schema, with what it writes marked."""
-    written = {tensor.name for tensor in op.tensors if tensor.written} | {"pools"}
+    written = {tensor.of for tensor in op.tensors if tensor.written} | {"pools"}
     if op.name != "gather":
         # What the tables of rollback's ops point to, and no argument says.
         written.add("caches")

@@ -40,7 +40,7 @@ SCALARS: Mapping[str, bool] = {
         (f"{n}_begin" for n in ("input_ids", "draft_tokens", "pos_offsets", "kv_offsets")), False
     ),
     **dict.fromkeys(("page_size", "group"), False),
-    **dict.fromkeys(("splits", "scale", "window"), True),
+    **dict.fromkeys(("splits", "scale", "window", "offset"), True),
 }
 #: Of these, the ones that need not be integers.
 FLOATS = ("softmax_scale", "scale")

@@ -404,6 +404,31 @@ def _setup(
     return arguments
 
 
+def _argmax(
+    chance: Random, world: World, g: Mapping[str, int], device: int, name: str
+) -> dict[str, Any]:
+    rows, dtype = chance.choice((0, 1, 2, 3, 4)), chance.choice((BF16, FP32))
+    columns = g["vocabulary_k"] * 1024 - chance.choice((0, 3))
+    index = (INT32, torch.int64)
+
+    def tensor(name: str, *shape: int, dtype: torch.dtype = INT32) -> torch.Tensor:
+        return world.tensor(device, name, *shape, dtype=dtype)
+
+    arguments: dict[str, Any] = {
+        "logits": tensor("logits", rows, columns, dtype=dtype),
+        "ids": tensor("ids", rows, dtype=chance.choice(index)),
+        "scratch": tensor("scratch", 2 * rows + 1, dtype=torch.int64),
+        "offset": chance.choice((None, 0, columns)),
+    }
+    if chance.random() < 0.5:
+        arguments["value"] = tensor("value", rows, dtype=dtype)
+    if chance.random() < 0.5:
+        arguments["key"] = tensor("key", rows, dtype=torch.int64)
+    if chance.random() < 0.5:
+        arguments["d2t"] = tensor("d2t", columns, dtype=chance.choice(index))
+    return arguments
+
+
 _MAKERS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "scatter": _scatter,
     "gather": _gather,
@@ -411,6 +436,7 @@ _MAKERS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "gdn_replay": _gdn,
     "sparse_gqa_verify": _attention,
     "step_setup": _setup,
+    "argmax": _argmax,
 }
 
 

@@ -88,6 +88,13 @@ families:
     cells:
       - {problems: [four, one], requests: 1..4, tokens: 1..4, splits: 1, dtypes: [int32, int64],
          candidate: [sm_90a], why: tests}
+  argmax:
+    problems:
+      small: {vocabulary_k: 32}
+      next: {vocabulary_k: 64}
+    cells:
+      - {problems: [small, next], requests: 1..4, tokens: 1, splits: auto, dtypes: [bf16, fp32],
+         candidate: [sm_90a], why: tests}
 """
 
 

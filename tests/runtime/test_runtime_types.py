@@ -28,6 +28,7 @@ CLASSES: dict[tuple[str, str], type[op.Op]] = {
     (each.declared.family, each.declared.name): each
     for each in (
         *(families.Scatter, families.Gather, families.SparseGqaVerify, families.StepSetup),
+        families.Argmax,
         *(rollback.SaveRows, rollback.RestoreRows, rollback.Commit),
         *(gdn.VerifyStep, gdn.Advance, gdn.Materialize, gdn.Reset),
     )

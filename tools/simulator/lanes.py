@@ -10,6 +10,8 @@ are much smaller than the largest. The bounds of the families' cases leave room 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 Array = np.ndarray
@@ -96,6 +98,15 @@ def from_bf16(bits: Array) -> Array:
 
 def from_f16(bits: Array) -> Array:
     return bits.astype(u16).view(f16).astype(f32)
+
+
+def bf16_pairs(function: Callable[[Array, Array], Array], a: Array, b: Array) -> Array:
+    """A function of floats on each half of two words of bf16; any NaN becomes 0x7fff. Its results
+    are bf16 already.
+    """
+    halves = [(a << u32(16), b << u32(16)), (a & u32(0xFFFF0000), b & u32(0xFFFF0000))]
+    low, high = (to_bf16(function(x.view(f32), y.view(f32))) for x, y in halves)
+    return low | (high << u32(16))
 
 
 def f16_pairs(x: Array) -> Array:

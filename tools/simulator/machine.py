@@ -576,7 +576,9 @@ class _Batch:
         self, space: str, how: str, addresses: Array, value: Array, mask: Mask, line: int
     ) -> Array:
         """One thread after another, in their order; gives what each found."""
-        before = np.zeros(self.threads, u32)
+        size = value.dtype.itemsize
+        unsigned = u64 if size == 8 else u32
+        before = np.zeros(self.threads, unsigned)
         who: Any = slice(None) if mask is None else mask
         at_thread = np.arange(self.threads)[who]
         if not len(at_thread):
@@ -584,31 +586,31 @@ class _Batch:
         addresses, value = addresses[who], value[who]
         try:
             if space == "global":
-                self.memory.places(addresses, 4, 4)
+                self.memory.places(addresses, size, size)
             else:
-                at = self._shared_places(space, addresses, who, 4, 4, line)
+                at = self._shared_places(space, addresses, who, size, size, line)
         except AccessError as error:
             raise AccessError(f"line {line}: {error}") from None
-        view = self.shared.view(u32)
+        view = self.shared.view(unsigned)
         signed = value.dtype.kind == "i"
         for i, thread in enumerate(at_thread):
             if space == "global":
-                old = self.memory.load(addresses[i : i + 1], 1, 4)[0]
+                old = self.memory.load(addresses[i : i + 1], 1, size)[0]
             else:
-                old = view[at[i] // 4 : at[i] // 4 + 1].copy()
+                old = view[at[i] // size : at[i] // size + 1].copy()
             before[thread] = old[0]
             given, held = value[i : i + 1], old.view(np.int32) if signed else old
-            given = given.view(np.int32) if signed else given.view(u32)
+            given = given.view(np.int32) if signed else given.view(unsigned)
             new = {
                 "add": lambda a, b: a + b, "or": lambda a, b: a | b, "and": lambda a, b: a & b,
                 "xor": lambda a, b: a ^ b, "min": np.minimum, "max": np.maximum,
                 "exch": lambda a, b: b,
             }[how](held, given)  # fmt: skip
-            new = new.view(u32)
+            new = new.view(unsigned)
             if space == "global":
-                self.memory.store(addresses[i : i + 1], [new], 4)
+                self.memory.store(addresses[i : i + 1], [new], size)
             else:
-                view[at[i] // 4] = new[0]
+                view[at[i] // size] = new[0]
         return before
 
     def remote_address(self, address: Array, rank: Array, mask: Mask, line: int) -> Array:

@@ -19,7 +19,18 @@ _UNSIGNED = {1: "bool", 16: "u32", 32: "u32", 64: "u64"}
 _INTEGERS = ("s16", "u16", "b16", "s32", "u32", "b32", "s64", "u64", "b64")
 _BITS = {"pred": 1, "f16x2": 32, "bf16x2": 32, "bf16": 16}
 #: What says how memory is cached or ordered, and changes no value here.
-_ORDER = {"relaxed", "acquire", "release", "weak", "volatile", "gpu", "cta", "sys", "cluster"}
+_ORDER = {
+    "relaxed",
+    "acquire",
+    "release",
+    "acq_rel",
+    "weak",
+    "volatile",
+    "gpu",
+    "cta",
+    "sys",
+    "cluster",
+}
 _CACHE = {"ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc"}
 _ATOMIC = {"relaxed", "acquire", "release"}
 _SPECIAL = {
@@ -314,6 +325,11 @@ class _Writer:
             self._allow(parts, "f32", "NaN")
             function = f"np.f{name[:3]}" if "NaN" not in parts else f"np.{name}"
             self.put(o[0], kind, f"{function}({a}, {b})")
+            return
+        if kind == "bf16x2":
+            if parts[1:] != ["NaN", "bf16x2"]:
+                raise self.unknown()
+            self.out(o[0], f"bf16_pairs(np.{name}, {a}, {b})")
             return
         self._allow(parts, "relu", *_INTEGERS)
         text = f"np.{name}({a}, {b})"
@@ -700,7 +716,8 @@ class _Writer:
         kept = [p for p in parts[1:-1] if p not in _ORDER]
         text = ".".join(kept).replace("shared::cta", "shared").replace("shared::cluster", "remote")
         space, _, how = text.partition(".")
-        if space not in ("global", "shared", "remote") or kind not in ("b32", "u32", "s32"):
+        kinds = ("b32", "u32", "s32", "u64") if space == "global" else ("b32", "u32", "s32")
+        if space not in ("global", "shared", "remote") or kind not in kinds:
             raise self.unknown()
         known = ("add", "or", "and", "xor", "min", "max", "inc", "dec", "exch", "cas")
         if how not in known[:6] + known[8:9]:

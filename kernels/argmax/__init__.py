@@ -1,0 +1,1 @@
+"""``argmax``: the largest logit of each row, as torch orders them. See ``kernel.py``."""
