@@ -15,6 +15,7 @@ from specplan.plans.manifest import PlanRecord
 from specplan.rollback import Rollback
 from specplan.scatter import Scatter
 from specplan.sparse_gqa_verify import SparseGqaVerify
+from specplan.stage import Stage
 from specplan.step_setup import StepSetup
 
 
@@ -38,6 +39,7 @@ FAMILIES: Mapping[str, RuntimeFamily] = MappingProxyType(
         "gdn_replay": GdnReplay,
         "sparse_gqa_verify": SparseGqaVerify,
         "step_setup": StepSetup,
+        "stage": Stage,
         "argmax": Argmax,
     }
 )
@@ -55,4 +57,5 @@ class Families:
         gdn_replay: GdnReplay
         sparse_gqa_verify: SparseGqaVerify
         step_setup: StepSetup
+        stage: Stage
         argmax: Argmax

@@ -16,6 +16,7 @@ pack's op in its order, but what is an object there is its parts here, in the ob
 ``states``         ``pools: Tensor[]``, ``candidates: Tensor[]`` after the caches; may be empty
 ``pool``           ``state``, ``rec_u``, ``rec_k``, ``rec_G``, ``hist_len``, ``bank``
 ``cursors``        ``hist_len``, ``bank``, ``key_heads``, ``value_heads``, ``dtype``
+``segments``       ``destinations: Tensor[]``, ``offsets: int[]``, a word of the record each
 ``v_scale_order``  ``v_scale_order: str?``, the value of a ``VScaleOrder``
 =================  ==============================================================================
 
@@ -42,6 +43,7 @@ from specplan.plans.gdn_replay import VERIFY, Cursors, Pool
 from specplan.plans.signature import Op, Parameter
 from specplan.plans.sparse_gqa_verify import VScaleOrder
 from specplan.rollback import describe, describe_states
+from specplan.stage import describe as describe_segments
 
 _STATES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 _POOL = ("state", "rec_u", "rec_k", "rec_G", "hist_len", "bank")
@@ -92,7 +94,9 @@ def name_of(op: Op) -> str:
 
 def schema(op: Op) -> str:
     """The op's schema, with what it writes marked."""
-    written = {tensor.of for tensor in op.tensors if tensor.written} | {"pools"}
+    written = {tensor.of for tensor in op.tensors if tensor.written}
+    # What objects are made of.
+    written |= {"pools", "destinations"}
     if op.name != "gather":
         # What the tables of rollback's ops point to, and no argument says.
         written.add("caches")
@@ -132,6 +136,9 @@ def _declared(parameter: Parameter, mark_of: Callable[[str], str], states: bool)
             if states:
                 yield f"Tensor{mark_of('pools')}[] pools"
                 yield "Tensor[] candidates"
+        case "Segments":
+            yield f"Tensor{mark_of('destinations')}[] destinations"
+            yield "int[] offsets"
         case "Pool":
             yield from map(tensor, _POOL)
         case "Cursors":
@@ -155,6 +162,9 @@ def _objects(op: Op, given: dict[str, Any]) -> dict[str, Any]:
                 made["states"] = _states(given["pools"], given["candidates"])
             case _ if name in made:
                 pass
+            case "Segments":
+                pairs = list(zip(given["destinations"], given["offsets"], strict=True))
+                made[name] = describe_segments(pairs)
             case "Pool":
                 pool: list[Any] = [given[part] for part in _POOL]
                 made[name] = _pool(*pool, verifies=op.name == "verify")  # type: ignore[misc]

@@ -303,3 +303,57 @@ def test_batches_of_ctas_give_what_one_batch_gives() -> None:
         address = struct.pack("<Q", out.data_ptr())
         found = kernel.launch(shape, [address], Memory([out]), batch=batch)
         assert out.tolist() == list(range(320)) and found.races == []
+
+
+#: A kernel that chooses one of two parameters of 8 bytes by their addresses, as the compiler writes
+#: a choice among many; then word by word.
+CHOICE = """
+.visible .entry kernel(
+    .param .u64 .ptr .global .align 4 kernel_param_0,
+    .param .u64 kernel_param_1,
+    .param .u32 kernel_param_2
+)
+{{
+    .reg .pred %p<2>;
+    .reg .b32 %r<8>;
+    .reg .b64 %rd<8>;
+    ld.param.b64 %rd1, [kernel_param_0];
+    mov.u32 %r1, %tid.x;
+    setp.lt.u32 %p1, %r1, 5;
+    mov.b64 %rd2, kernel_param_1;
+    mov.b64 %rd3, kernel_param_2;
+    selp.b64 %rd4, %rd2, %rd3, %p1;
+    {load}
+    mul.wide.u32 %rd5, %r1, 4;
+    add.s64 %rd6, %rd1, %rd5;
+    st.global.b32 [%rd6], %r2;
+    ret;
+}}
+"""
+
+
+def chosen(load: str) -> torch.Tensor:
+    kernel = Kernel(entries(CHOICE.format(load=load))["kernel"])
+    out = torch.full((32,), -1, dtype=torch.int32)
+    shape = LaunchShape((1, 1, 1), (32, 1, 1), (1, 1, 1), 0)
+    arguments = [struct.pack("<Q", out.data_ptr()), struct.pack("<ii", -7, 9), struct.pack("<i", 4)]
+    kernel.launch(shape, arguments, Memory([out]))
+    return out
+
+
+def test_a_parameter_is_loaded_by_an_address_that_was_chosen() -> None:
+    assert chosen("ld.param.b32 %r2, [%rd4];").tolist() == [-7] * 5 + [4] * 27
+    guarded = chosen("mov.b32 %r2, 1; @%p1 ld.param.s32 %r2, [%rd4+4];")
+    assert guarded.tolist() == [9] * 5 + [1] * 27
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        *("ld.param.b32 %r2, [%rd4+4];", "ld.param.b32 %r2, [%rd4-8];"),
+        *("ld.param.b32 %r2, [%rd4+2];", "ld.param.b64 %rd7, [%rd4]; cvt.u32.u64 %r2, %rd7;"),
+    ],
+)
+def test_a_load_beyond_the_chosen_parameter_is_an_error(load: str) -> None:
+    with pytest.raises(AccessError, match="line 17: no parameter has"):
+        chosen(load)

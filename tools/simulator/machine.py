@@ -366,6 +366,36 @@ class _Batch:
         found: list[Array] = self._cached[key]
         return found
 
+    def parameter_at(
+        self, addresses: Array, count: int, size: int, mask: Mask, line: int
+    ) -> list[Array]:
+        """Loads by an address among the parameters, which a kernel computed: each of one parameter,
+        aligned, and of no byte beyond it.
+        """
+        places = self.kernel.entry.parameter_places
+        starts = np.array(list(places.values()), np.int64)
+        held = [self.parameters[name] for name in places]
+        space = bytearray(int(starts[-1]) + len(held[-1]) + 8)
+        for start, raw in zip(starts, held, strict=True):
+            space[start : start + len(raw)] = raw
+        sizes = np.array([len(raw) for raw in held], np.int64)
+        live = np.broadcast_to(True if mask is None else mask, (self.threads,))
+        at = np.where(live, self.wide(addresses).astype(np.int64), starts[0])
+        which = np.maximum(np.searchsorted(starts, at, "right") - 1, 0)
+        bad = (at < starts[which]) | (at + count * size > starts[which] + sizes[which])
+        bad |= at % size != 0
+        if (bad & live).any():
+            found = int(at[bad & live][0])
+            raise AccessError(f"line {line}: no parameter has {count * size} bytes at {found:#x}")
+        flat = np.frombuffer(bytes(space), u8)
+        kind = u64 if size == 8 else u32
+        values = []
+        for number in range(count):
+            where = np.where(bad, starts[0], at + number * size)
+            parts = [flat[where + byte].astype(kind) << kind(8 * byte) for byte in range(size)]
+            values.append(np.bitwise_or.reduce(parts))
+        return values
+
     # Lanes of a warp
 
     def _converged(self, members: Array, mask: Mask, line: int) -> None:

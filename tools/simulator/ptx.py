@@ -66,7 +66,20 @@ class Entry:
     code: tuple[Instruction, ...]
     labels: Mapping[str, int]
 
+    @property
+    def parameter_places(self) -> Mapping[str, int]:
+        """Where each parameter begins in a space of their own, with a gap behind each: a kernel may
+        take the address of one, and chooses among several by it.
+        """
+        places, at = {}, PARAMETER_BASE
+        for name, size in self.parameters.items():
+            places[name] = at
+            at += (-(-size // PARAMETER_STEP) + 1) * PARAMETER_STEP
+        return places
 
+
+#: Addresses of parameters begin here, each at a multiple of the step.
+PARAMETER_BASE, PARAMETER_STEP = 4096, 16
 #: Addresses of shared memory begin here, so that a null pointer is no address.
 SHARED_BASE = 1024
 

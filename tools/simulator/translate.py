@@ -462,6 +462,10 @@ class _Writer:
         if kind == "pred":
             self.out(o[0], f"M.wide({self.predicate(o[1])})")
             return
+        if o[1] in self.t.entry.parameters:
+            place = self.t.entry.parameter_places[o[1]]
+            self.out(o[0], f"M.wide({self.constant(np.uint64(place))})")
+            return
         self.out(o[0], f"M.wide({self._storage(o[1], 'b' + kind[1:])})")
 
     def do_lop3(self, parts: list[str], kind: str, o: list[Operand]) -> None:
@@ -672,9 +676,15 @@ class _Writer:
             raise self.unknown("registers")
         if space == "param":
             assert isinstance(o[1], Address)
-            if o[1].base not in self.t.entry.parameters:
+            if o[1].base in self.t.entry.parameters:
+                self.line(f"x = M.parameter({o[1].base!r}, {o[1].offset}, {count}, {size})")
+            elif self.width(o[1].base) == 64:
+                self.line(
+                    f"x = M.parameter_at({self._address(o[1], 'global')}, {count}, {size}, "
+                    f"{self.mask}, {self.step.line})"
+                )
+            else:
                 raise self.unknown("parameter")
-            self.line(f"x = M.parameter({o[1].base!r}, {o[1].offset}, {count}, {size})")
         else:
             self.line(
                 f"x = M.load({space!r}, {self._address(o[1], space)}, {count}, {size}, "

@@ -1,0 +1,1 @@
+"""Segments of one record to up to sixteen buffers, in one launch."""
