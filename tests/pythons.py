@@ -113,9 +113,10 @@ def differences(packs: Path, arch: str) -> list[str]:
             else:
                 as_packed += 1
     version = ".".join(map(str, sys.version_info[:3]))
+    count = len({plan.family for plan in plans})
     said = f", {as_certified} as certified" if certified else ""
     print(
-        f"Python {version}, {arch}: {len(plans)} plans of {len({p.family for p in plans})} families compiled, "
+        f"Python {version}, {arch}: {len(plans)} plans of {count} families compiled, "
         f"{as_packed} as in the pack{said}",
         flush=True,
     )
