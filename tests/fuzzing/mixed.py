@@ -23,6 +23,7 @@ from specplan.plans import rollback as rollback_plan
 from specplan.plans.families import FAMILIES
 from specplan.plans.gdn_replay import HEAD, WINDOW, CommitterError, Cursors, Pool
 from specplan.plans.sparse_gqa_verify import VScaleOrder
+from specplan.plans.stage import Segments, describe
 
 from fuzzing.calls import SCALARS
 
@@ -429,6 +430,28 @@ def _argmax(
     return arguments
 
 
+def _stage(
+    chance: Random, world: World, g: Mapping[str, int], device: int, name: str
+) -> dict[str, Any]:
+    count, words = chance.choice((1, 2, 3, 4)), chance.choice((16, 64))
+    sizes = tuple(chance.choice((1, 2, 8)) for _ in range(count))
+    offsets = tuple(chance.choice((0, 3, words - 16)) for _ in range(count))
+
+    def described() -> Segments:
+        tensors = [
+            world.tensor(device, f"destination {number}", size, dtype=kind)
+            for number, (size, kind) in enumerate(
+                zip(sizes, (INT32, torch.int64) * 2, strict=False)
+            )
+        ]
+        return describe(list(zip(tensors, offsets, strict=True)), INT32)
+
+    return {
+        "record": world.tensor(device, "record", words),
+        "segments": world.once((device, "segments", sizes, offsets), described),
+    }
+
+
 _MAKERS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "scatter": _scatter,
     "gather": _gather,
@@ -437,6 +460,7 @@ _MAKERS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "sparse_gqa_verify": _attention,
     "step_setup": _setup,
     "argmax": _argmax,
+    "stage": _stage,
 }
 
 

@@ -46,7 +46,8 @@ def refused(op: Any, **call: Any) -> ValueCheckError:
 def test_every_op_declares_what_is_checked() -> None:
     for family, ops in SIGNATURES.items():
         for name, op in ops.items():
-            assert op.values, (family, name)
+            # stage moves words whose values nobody looks at.
+            assert op.values or family == "stage", (family, name)
             arguments = {t.name for t in op.tensors} | {p.name for p in op.parameters}
             assert {value.argument for value in op.values} <= arguments
 

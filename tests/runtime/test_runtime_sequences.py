@@ -88,6 +88,12 @@ families:
     cells:
       - {problems: [four, one], requests: 1..4, tokens: 1..4, splits: 1, dtypes: [int32, int64],
          candidate: [sm_90a], why: tests}
+  stage:
+    problems:
+      sixteen: {segments: 16}
+    cells:
+      - {problems: [sixteen], requests: 1..4, tokens: 1, splits: 1, dtypes: [int32],
+         candidate: [sm_90a], why: tests}
   argmax:
     problems:
       small: {vocabulary_k: 32}

@@ -29,6 +29,7 @@ CLASSES: dict[tuple[str, str], type[op.Op]] = {
     for each in (
         *(families.Scatter, families.Gather, families.SparseGqaVerify, families.StepSetup),
         families.Argmax,
+        families.Stage,
         *(rollback.SaveRows, rollback.RestoreRows, rollback.Commit),
         *(gdn.VerifyStep, gdn.Advance, gdn.Materialize, gdn.Reset),
     )
