@@ -53,6 +53,7 @@ def test_ties_on_both_sides_of_every_boundary(setup: Any, dtype: str, splits: in
     vectors = -(-total // width)
     chunk = -(-vectors // splits) * width
     places = {chunk * s for s in range(1, splits)} | {width, 256 * width, total - 3, total - 1}
+    places |= {3, width + 2, 300 * width + 1}
     for at in sorted(place for place in places if 0 < place < total):
         case = case_of(3, total, dtype, splits)
         case.refill(at)

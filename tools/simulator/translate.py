@@ -462,7 +462,7 @@ class _Writer:
         if kind == "pred":
             self.out(o[0], f"M.wide({self.predicate(o[1])})")
             return
-        if o[1] in self.t.entry.parameters:
+        if isinstance(o[1], str) and o[1] in self.t.entry.parameters:
             place = self.t.entry.parameter_places[o[1]]
             self.out(o[0], f"M.wide({self.constant(np.uint64(place))})")
             return
