@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from specplan.accept import Accept
 from specplan.argmax import Argmax
 from specplan.gather import Gather
 from specplan.gdn_replay import GdnReplay
@@ -41,6 +42,7 @@ FAMILIES: Mapping[str, RuntimeFamily] = MappingProxyType(
         "step_setup": StepSetup,
         "stage": Stage,
         "argmax": Argmax,
+        "accept": Accept,
     }
 )
 
@@ -59,3 +61,4 @@ class Families:
         step_setup: StepSetup
         stage: Stage
         argmax: Argmax
+        accept: Accept

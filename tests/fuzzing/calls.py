@@ -40,10 +40,19 @@ SCALARS: Mapping[str, bool] = {
         (f"{n}_begin" for n in ("input_ids", "draft_tokens", "pos_offsets", "kv_offsets")), False
     ),
     **dict.fromkeys(("page_size", "group"), False),
-    **dict.fromkeys(("splits", "scale", "window", "offset"), True),
+    **dict.fromkeys(
+        ("splits", "scale", "window", "offset", "contexts", "fill", "extra", "force_mode"), True
+    ),
 }
 #: Of these, the ones that need not be integers.
-FLOATS = ("softmax_scale", "scale")
+FLOATS = ("softmax_scale", "scale", "force_frac")
+
+
+def is_scalar(name: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether an argument of a call is a number; accept's rows are a tensor, scatter's are not."""
+    return (
+        name in arguments and name in SCALARS and not (name == "rows" and "accepted" in arguments)
+    )
 
 
 def no_number(arguments: Mapping[str, Any]) -> str:
@@ -51,7 +60,7 @@ def no_number(arguments: Mapping[str, Any]) -> str:
     declined. Nothing if all are right.
     """
     for name, optional in SCALARS.items():
-        if name not in arguments or (optional and arguments[name] is None):
+        if not is_scalar(name, arguments) or (optional and arguments[name] is None):
             continue
         kind = Real if name in FLOATS else Integral
         value = arguments[name]

@@ -25,7 +25,7 @@ from specplan.plans.gdn_replay import HEAD, WINDOW, CommitterError, Cursors, Poo
 from specplan.plans.sparse_gqa_verify import VScaleOrder
 from specplan.plans.stage import Segments, describe
 
-from fuzzing.calls import SCALARS
+from fuzzing.calls import SCALARS, is_scalar
 
 Problems = Mapping[str, Sequence[Mapping[str, int]]]
 INT32, BF16, FP32 = torch.int32, torch.bfloat16, torch.float32
@@ -103,7 +103,7 @@ def any_call(chance: Random, world: World, op: str) -> Call:
     if chance.random() < 0.6:
         return call
     tensors = [n for n, v in call.arguments.items() if isinstance(v, torch.Tensor)]
-    scalars = [n for n in call.arguments if n in SCALARS]
+    scalars = [n for n in call.arguments if is_scalar(n, call.arguments)]
     kind = chance.choice(("scalar", "other", "other", "nothing", "nothing"))
     if kind == "scalar" and scalars:
         name = chance.choice(scalars)
@@ -452,6 +452,54 @@ def _stage(
     }
 
 
+def _accept(
+    chance: Random, world: World, g: Mapping[str, int], device: int, name: str
+) -> dict[str, Any]:
+    requests, tokens = chance.choice((1, 2, 3, 4)), chance.choice((1, 2, 4))
+    contexts = chance.choice((None, 0, 1, requests))
+    generations = requests - (contexts or 0)
+    rows = (contexts or 0) + generations * tokens
+    index = chance.choice((INT32, torch.int64))
+
+    def tensor(name: str, *shape: int, dtype: torch.dtype = INT32) -> torch.Tensor:
+        return world.tensor(device, name, *shape, dtype=dtype)
+
+    if g["vocabulary_k"]:
+        columns, dtype = g["vocabulary_k"] * 1024, chance.choice((BF16, FP32))
+        target = tensor("target", rows, columns, dtype=dtype)
+    else:
+        target = tensor("target", rows, dtype=index)
+    arguments: dict[str, Any] = {
+        "target": target,
+        "accepted": tensor("accepted", requests, tokens),
+        "n_acc": tensor("n_acc", requests),
+        "scratch": tensor("scratch", rows + requests + 1, dtype=torch.int64),
+        "contexts": contexts,
+        "fill": chance.choice((None, 0, 1)),
+        "extra": chance.choice((None, 0, 1)),
+    }
+    if tokens > 1:
+        arguments["drafts"] = tensor("drafts", generations, tokens - 1)
+    for wanted in ("next_token", "kv_lens", "n_override"):
+        if chance.random() < 0.4:
+            arguments[wanted] = tensor(wanted, requests)
+    if chance.random() < 0.4:
+        arguments["rows"] = tensor("rows", requests, dtype=index)
+    if chance.random() < 0.4:
+        arguments["positions"] = tensor("positions", 3, rows, dtype=index)
+        arguments["positions_out"] = tensor("positions_out", 3, requests, dtype=index)
+    if chance.random() < 0.4:
+        arguments["slot"] = world.tensor(device, "slot", requests, fill="range")
+        arguments["hist_len"] = tensor("hist_len", 8)
+        arguments["bank"] = tensor("bank", 8)
+    if chance.random() < 0.3:
+        arguments["force_mode"], arguments["force_base"] = chance.choice((1, 2)), 1
+        arguments["force_frac"] = chance.choice((0, 0.5))
+        arguments["pool"] = tensor("pool", 65536, dtype=FP32)
+        arguments["counter"] = tensor("counter", 1, dtype=torch.int64)
+    return arguments
+
+
 _MAKERS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "scatter": _scatter,
     "gather": _gather,
@@ -461,6 +509,7 @@ _MAKERS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "step_setup": _setup,
     "argmax": _argmax,
     "stage": _stage,
+    "accept": _accept,
 }
 
 

@@ -102,7 +102,7 @@ def custom_call(chance: Random, pack: Pack, op: str) -> tuple[Any, dict[str, Any
         elif name == "segments":
             arguments["destinations"] = list(value.views[: value.count])
             arguments["offsets"] = list(value.offsets[: value.count])
-        elif name == "pool":
+        elif name == "pool" and not isinstance(value, torch.Tensor):
             arguments |= dict(zip(specplan.torch_ops._POOL, value.tensors, strict=True))
         elif name == "cursors" and not isinstance(value, torch.Tensor):
             arguments |= dict(zip(("hist_len", "bank"), value.tensors, strict=True))

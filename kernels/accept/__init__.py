@@ -1,0 +1,1 @@
+"""``accept``: greedy acceptance of a verify step in one launch. See ``kernel.py``."""
