@@ -49,10 +49,11 @@ FLOATS = ("softmax_scale", "scale", "force_frac")
 
 
 def is_scalar(name: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether an argument of a call is a number; accept's rows are a tensor, scatter's are not."""
-    return (
-        name in arguments and name in SCALARS and not (name == "rows" and "accepted" in arguments)
-    )
+    """Whether an argument of a call is a number: accept's rows and drafts are tensors, which those
+    of scatter and gather are not.
+    """
+    of_accept = "accepted" in arguments and name in ("rows", "drafts")
+    return name in arguments and name in SCALARS and not of_accept
 
 
 def no_number(arguments: Mapping[str, Any]) -> str:
