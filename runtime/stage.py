@@ -133,14 +133,15 @@ class StepRecord:
         *,
         host: torch.Tensor | None = None,
         device_view: torch.Tensor | None = None,
-        event: Callable[[], Any] = torch.cuda.Event,
-        capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
+        event: Callable[[], Any] | None = None,
+        capturing: Callable[[], bool] | None = None,
     ) -> None:
         self.host = torch.empty(words, dtype=torch.int32, pin_memory=True) if host is None else host
         if self.host.dtype is not torch.int32 or self.host.shape != (words,):
             raise ValueError(f"the host record is not {words} words of int32")
         self.record = mapped(self.host, device) if device_view is None else device_view
-        self._new_event, self._capturing = event, capturing
+        self._new_event = torch.cuda.Event if event is None else event
+        self._capturing = capturing or torch.cuda.is_current_stream_capturing
         self._event: Any = None
         self._captured = False
         self._pending: list[tuple[torch.Tensor, int]] = []
