@@ -18,10 +18,16 @@ pack's op in its order, but what is an object there is its parts here, in the ob
 ``cursors``        ``hist_len``, ``bank``, ``key_heads``, ``value_heads``, ``dtype``
 ``segments``       ``destinations: Tensor[]``, ``offsets: int[]``, a word of the record each
 ``v_scale_order``  ``v_scale_order: str?``, the value of a ``VScaleOrder``
+``out``            ``output``: torch.compile takes a keyword ``out`` for torch's own, and refuses
+                   one with strides
 =================  ==============================================================================
 
 The tables of ``rollback`` are uploaded when a list of tensors is new, which a capture does not
 allow: call once before.
+
+Tensors that an op writes and that are views into one allocation: before torch 2.13 inductor may
+copy them from a wrong place of it (seen with 2.11 on a GPU; 2.13 has it right). There each such
+tensor needs an allocation of its own, or the call an eager part of the model.
 
 They are the raising form: a declined call raises :class:`~specplan.UncertifiedCell` with the text
 of the answer, and nothing is launched. Who commits the histories of ``gdn_replay`` is not asked:
@@ -50,6 +56,8 @@ _POOL = ("state", "rec_u", "rec_k", "rec_G", "hist_len", "bank")
 _CURSORS = ("hist_len", "bank")
 #: Parameters of a pack's ops that are made from others here.
 _MADE_HERE = ("planes", "states")
+#: Parameters of a pack's ops that are called otherwise here.
+_RENAMED = {"out": "output"}
 
 _LIBRARY = torch.library.Library("specplan", "DEF")
 _USED: list[Pack] = []
@@ -120,7 +128,7 @@ def _declared(parameter: Parameter, mark_of: Callable[[str], str], states: bool)
     mark, default = ("?", "=None") if optional else ("", "")
 
     def tensor(name: str) -> str:
-        return f"Tensor{mark_of(name)}{mark} {name}{default}"
+        return f"Tensor{mark_of(name)}{mark} {_RENAMED.get(name, name)}{default}"
 
     match parameter.kind:
         case "tensor":
@@ -175,7 +183,7 @@ def _objects(op: Op, given: dict[str, Any]) -> dict[str, Any]:
             case "choice":
                 made[name] = None if given[name] is None else VScaleOrder(given[name])
             case _:
-                made[name] = given[name]
+                made[name] = given[_RENAMED.get(name, name)]
     return made
 
 

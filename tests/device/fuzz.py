@@ -15,6 +15,7 @@ with ``CUDA_LAUNCH_BLOCKING=1`` names the call. ``tests/fuzzing`` says what call
 from __future__ import annotations
 
 import argparse
+import math
 import secrets
 import sys
 import time
@@ -237,9 +238,10 @@ def mixed_batch(
 
 
 def work(
-    packs: Path | None, seed: int, numbers: Iterable[int], calls: int
+    packs: Path | None, seed: int, numbers: Iterable[int], calls: int, seconds: float = math.inf
 ) -> tuple[fuzzing.Score, int]:
-    """Run batches until there are enough calls, or a failure."""
+    """Run batches until there are enough calls, the time is over, or a failure."""
+    end = time.monotonic() + seconds
     torch.set_num_threads(1)
     device = torch.device("cuda", 0)
     pack = specplan.load(packs, candidates=True)
@@ -250,7 +252,7 @@ def work(
     for number in numbers:
         run(number, seed, pack, problems, device, score)
         batches += 1
-        if score.calls >= calls or score.failures:
+        if score.calls >= calls or score.failures or time.monotonic() > end:
             break
     return score, batches
 
@@ -297,6 +299,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--packs", type=Path)
     parser.add_argument("--calls", type=int, default=100_000)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so many")
     parser.add_argument("--seed", type=int, help="without one, a fresh one")
     parser.add_argument("--jobs", type=int, default=4, help="processes, which share the GPU")
     parser.add_argument("--batch", type=int, help="only this batch")
@@ -317,7 +320,8 @@ def main() -> int:
             futures = [
                 pool.submit(
                     work,
-                    *(options.packs, options.seed, Numbers(families, job, options.jobs), share),
+                    *(options.packs, options.seed, Numbers(families, job, options.jobs)),
+                    *(share, options.seconds),
                 )
                 for job in range(options.jobs)
             ]

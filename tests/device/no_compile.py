@@ -102,11 +102,15 @@ def run(packs: str | None, family_names: list[str]) -> tuple[int, set[str]]:
 
 
 def _cells(manifest: Any, family: str) -> list[Any]:
-    """A small cell with several tokens of each dtype."""
+    """A small cell of each dtype, with several tokens where the family has such cells."""
     found: dict[str, Any] = {}
-    for cell, group in manifest.cells(family):
-        if group.automatic and (cell.requests, cell.tokens) in ((4, 2), (8, 4), (1, 2)):
-            found.setdefault(cell.dtype, cell)
+    small = [
+        cell
+        for cell, group in manifest.cells(family)
+        if group.automatic and cell.requests <= 8 and cell.tokens <= 4
+    ]
+    for cell in sorted(small, key=lambda cell: (cell.tokens == 1, cell.requests, cell.tokens)):
+        found.setdefault(cell.dtype, cell)
     return list(found.values())
 
 

@@ -45,15 +45,24 @@ def case_of(family: str, device: torch.device) -> Any:
     return next(iter(checks(geometry, requests, tokens, splits, dtype, device)))
 
 
-def step_of(family: str, case: Any) -> Callable[[], None]:
+def own_memory(case: Any) -> dict[str, torch.Tensor]:
+    """Copies of the case's tensors, each an allocation of its own, by name."""
+    return {
+        name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+        for name, t in getattr(case, "tensors", {}).items()
+    }
+
+
+def step_of(family: str, case: Any, own: dict[str, torch.Tensor]) -> Callable[[], None]:
     import specplan.torch_ops
 
     specplan.torch_ops.use(specplan.load(candidates=True))
     op = getattr(torch.ops.specplan, family)
     arguments = {
-        name: value.value if name == "v_scale_order" else value
+        "output" if name == "out" else name: value.value if name == "v_scale_order" else value
         for name, value in case.arguments().items()
     }
+    arguments |= own
 
     def step() -> None:
         op(**arguments)
@@ -69,14 +78,25 @@ def judge(case: Any, expected: Any) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("apart", [True, False], ids=["memory of its own", "views"])
 @pytest.mark.parametrize("family", CELLS)
-def test_inductors_whole_graph_does_what_the_reference_says(family: str, gpu: Any) -> None:
+def test_inductors_whole_graph_does_what_the_reference_says(
+    family: str, apart: bool, gpu: Any
+) -> None:
     case = case_of(family, torch.device("cuda", 0))
-    compiled = torch.compile(step_of(family, case), fullgraph=True)
+    if not apart and hasattr(case, "tensors") and torch.__version__ < "2.13":
+        pytest.skip("inductor before torch 2.13 copies from a wrong place: see specplan.torch_ops")
+    own = own_memory(case) if apart else {}
+    torch._dynamo.reset()
+    compiled = torch.compile(step_of(family, case, own), fullgraph=True)
     for seed in (1, 2, 3):
         case.refill(seed)
+        for name, tensor in own.items():
+            tensor.copy_(case.tensors[name])
         expected = case.expect()
         compiled()
+        for name, tensor in own.items():
+            case.tensors[name].copy_(tensor)
         torch.cuda.synchronize()
         judge(case, expected)
 
@@ -85,7 +105,7 @@ def test_inductors_whole_graph_does_what_the_reference_says(family: str, gpu: An
 @pytest.mark.parametrize("family", CELLS)
 def test_a_captured_graph_is_replayed_over_rewritten_inputs(family: str, gpu: Any) -> None:
     case = case_of(family, torch.device("cuda", 0))
-    step = step_of(family, case)
+    step = step_of(family, case, {})
     case.refill(1)
     step()
     torch.cuda.synchronize()

@@ -22,7 +22,7 @@ import torch
 from specplan.kernels.gdn_replay import cases, reference
 from specplan.plans.gdn_replay import HEAD, MATERIALIZE, VERIFY, CommitterError, Cursors, Pool
 
-from fuzzing.calls import Call, View, any_way, through
+from fuzzing.calls import Call, Storage, View, any_way, through
 from fuzzing.scenes import (
     Measure,
     Rules,
@@ -225,11 +225,29 @@ def _defined(scene: Scene, call: Call) -> bool:
         or any(meet(views["out"], view) for name, view in views.items() if name != "out")
     ):
         return False
+    if call.changes and call.op == "gdn_replay.verify" and not _inputs_are_finite(scene, views):
+        return False
     scale = call.arguments.get("scale")
     if isinstance(scale, (int, float)) and not (abs(scale) <= 10 and isfinite(scale)):
         return False
     tokens = call.arguments.get("tokens", 8)
     return not (isinstance(tokens, (int, float)) and tokens < scene.facts["tokens"])
+
+
+def _inputs_are_finite(scene: Scene, views: Mapping[str, View]) -> bool:
+    """Whether no row that has a slot reads the NaN of one that has none, as a view that was moved
+    may. What such a token does to those before it, the matrix form says wrongly: it multiplies by
+    zero what it must not see.
+    """
+    storage = Storage(scene.base.view(1, -1))
+    live = storage.tensor(views["slot"], 0) >= 0 if "slot" in views else None
+    for name in ("q", "k", "v", "a", "b"):
+        if name not in views or live is None or views[name].shape[:1] != live.shape:
+            continue
+        tensor = storage.tensor(views[name], 0)
+        if tensor.is_floating_point() and not bool(tensor[live].float().isfinite().all()):
+            return False
+    return True
 
 
 def launch(ops: Any, call: Call, arguments: Mapping[str, Any]) -> Any:

@@ -110,9 +110,18 @@ def custom_call(chance: Random, pack: Pack, op: str) -> tuple[Any, dict[str, Any
             arguments["dtype"] = value.dtype
         elif name == "v_scale_order":
             arguments[name] = value.value
+        elif name == "out":
+            arguments["output"] = value
         elif name != "planes":
             arguments[name] = value
     return made, arguments
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same strides over a copy of its storage."""
+    storage = tensor.untyped_storage().clone()
+    empty = torch.empty(0, dtype=tensor.dtype)
+    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 @pytest.fixture(autouse=True)
@@ -183,8 +192,8 @@ def test_a_compiled_graph_is_whole_and_does_what_the_eager_calls_do(pack: Pack, 
 
     def copies() -> tuple[dict[str, Any], dict[str, Any]]:
         return (
-            {n: t.clone() for n, t in tensors.items()},
-            {n: [t.clone() for t in each] for n, each in lists.items()},
+            {n: copied(t) for n, t in tensors.items()},
+            {n: [copied(t) for t in each] for n, each in lists.items()},
         )
 
     torch._dynamo.reset()
@@ -200,3 +209,38 @@ def test_a_compiled_graph_is_whole_and_does_what_the_eager_calls_do(pack: Pack, 
     for name in lists:
         for a, b in zip(eager[1][name], graph[1][name], strict=True):
             assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("op", mixed.OPS)
+def test_inductor_takes_the_op_by_keywords(pack: Pack, op: str) -> None:
+    """As a server's own step has it: the overloaded name, keywords, tensors with strides."""
+    functions = pack._packs[ARCH].functions.values()
+    made, arguments = custom_call(Random(f"keywords {op}"), pack, op)
+    packet = getattr(torch.ops.specplan, made._schema.name.removeprefix("specplan::"))
+
+    def step() -> None:
+        packet(**arguments)
+
+    torch._dynamo.reset()
+    before = sum(len(f.launches) for f in functions)
+    torch.compile(step, fullgraph=True)()
+    assert sum(len(f.launches) for f in functions) == before + 1
+
+
+def test_strided_outputs_are_nothing_special_to_a_compiled_graph(pack: Pack) -> None:
+    """A keyword ``out`` would be torch's own to Dynamo, which refuses one with strides."""
+    names = {
+        argument.name
+        for name in torch.ops.specplan
+        for argument in getattr(torch.ops.specplan, name).default._schema.arguments
+    }
+    assert "output" in names
+    assert "out" not in names
+    _, arguments = custom_call(Random("strided"), pack, "sparse_gqa_verify")
+    rows, heads, width = arguments["output"].shape
+    wide = torch.zeros(rows, heads + 1, width, dtype=torch.bfloat16)
+    arguments["output"] = wide[:, :heads]
+    torch._dynamo.reset()
+    torch.compile(lambda: torch.ops.specplan.sparse_gqa_verify(**arguments), fullgraph=True)()
+    assert bool(wide[:, :heads].any())
+    assert not bool(wide[:, heads:].any())
