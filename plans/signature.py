@@ -514,9 +514,16 @@ class Op:
             yield f"form = {self.form.tensor}.dtype"
 
     def _types(self) -> Iterator[str]:
-        """A scalar of another type may equal the one that a plan is remembered by: True, 4.0."""
+        """A scalar of another type may equal the one that a plan is remembered by: True, 4.0. An
+        integer that the compiled function gets as it is needs the cheaper check alone: that one
+        refuses whatever is no integer, but takes a bool for one.
+        """
+        as_it_is = {scalar.name for scalar in self.scalars if scalar.passed == scalar.name}
         for parameter in self.parameters:
             name = parameter.name
+            if parameter.kind == "int" and name in as_it_is and not parameter.optional:
+                yield f"{name} is not True and {name} is not False"
+                continue
             kinds = {"int": f"type({name}) is int"}
             kinds["float"] = f"(type({name}) is float or type({name}) is int)"
             if parameter.kind in kinds:
