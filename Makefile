@@ -60,7 +60,7 @@ hooks: $(VENV)/.dev-extra
 	$(BIN)/pre-commit install
 
 pythons: $(VENV)/.build-extra
-	$(BIN)/python tests/pythons.py --packs $(PACKS)
+	$(BIN)/python tests/packaging/pythons.py --packs $(PACKS)
 
 format: $(VENV)/.dev-extra
 	$(BIN)/ruff check --fix .

@@ -21,7 +21,7 @@ hint on the copies of states, without which they took 0.0 to 0.4 less)::
           64         29.6   36.8   37.8
          256          108    127    137
 
-Grouped from 8 requests on: a later run, with one tile a warp under way; the run's own figures for
+Grouped from 8 requests on: a later run, with one tile per warp in flight; the run's own figures for
 what the rule takes below that were 6.4 at 8 and 7.9 at 12. fp32: 3.3 with 4 splits and 3.9 with 2
 grouped at 1 request, 12.0 and 11.6 at 8, 68.5 and 56.8 at 64, and with one tile under way 9.2 at 8
 and 52.8 at 64, 8.4 beside 8.0 at 6.
@@ -59,11 +59,11 @@ ELEMENT = {"bf16": 2, "fp32": 4}
 SHAPE = {1: (32, 4), 2: (16, 4), 4: (8, 4)}
 #: The splits of few heads, while their CTAs are no more than this times the SMs: all are resident
 #: at once. Otherwise the fewest: a wider state has at least two (two buffers of an unsplit head
-#: leave one CTA an SM: 85 us against 60 at 64 requests).
+#: leave one CTA per SM: 85 us against 60 at 64 requests).
 MOST_SPLITS, LEAST_SPLITS = {"bf16": 2, "fp32": 4}, {"bf16": 1, "fp32": 2}
 CTAS_PER_SM = 4
-#: Resident CTAs an SM that the registers of a shape allow without spills: 128 a thread, 168 with 32
-#: rows a warp.
+#: Resident CTAs per SM that the registers of a shape allow without spills: 128 per thread, 168
+#: with 32 rows per warp.
 RESIDENT = {1: 3, 2: 4, 4: 4}
 #: The same where heads are grouped, with up to 255 registers.
 RESIDENT_GROUPED = 2

@@ -11,12 +11,11 @@ a group fills, and the rest are launch integers:
 ``whole_units``  units that one CTA takes alone, the first ones, before others are split
 ``splits``       CTAs that share each unit beyond those
 ``cluster``      CTAs of a cluster: ``splits`` where a unit's splits merge in shared memory, or 1
-``apart``        1 where every CTA gets an SM for itself although two would fit, else 0
+``apart``        1: one CTA per SM although two would fit; else 0
 
-One-split: a CTA a unit, ``splits`` 1. All-split: no unit is whole, and the splits merge in clusters
-or through the workspace. Split last wave: full waves of whole units, and the remainder split so
-that the last wave ends sooner, merged through the workspace.
-"""
+One-split: a CTA per unit, ``splits`` 1. All-split: no unit is whole, and the splits merge in
+clusters or through the workspace. Split last wave: full waves of whole units, and the remainder
+split so that the last wave ends sooner, merged through the workspace."""
 
 from __future__ import annotations
 
@@ -62,10 +61,10 @@ MAX_CLUSTER = 4
 #: after another.
 UNION_LIST = 2176
 UNION_TOKENS = 262144
-#: Warps of a CTA by the MMA tiles that its group fills: four, and two CTAs an SM, or eight, and the
-#: SM for itself. On an H200, in us in bf16, NVFP4 and FP8, with 24/2 heads: 128 units of two rows
-#: took 74, 77 and 64 with eight (with four, in an earlier version, 92 and 86 in bf16 and NVFP4). Of
-#: four rows, 512 units took 360, 343 and 294 with four and 423, 411 and 351 with eight.
+#: Warps of a CTA by the MMA tiles that its group fills: four, and two CTAs per SM, or eight and
+#: one. On an H200, in us in bf16, NVFP4 and FP8, with 24/2 heads: 128 units of two rows took 74, 77
+#: and 64 with eight (with four, in an earlier version, 92 and 86 in bf16 and NVFP4). Of four rows,
+#: 512 units took 360, 343 and 294 with four and 423, 411 and 351 with eight.
 WARPS = {1: 4, 2: 8, 3: 4}
 #: Tokens of a tile of the inner loop for each warp.
 WARP_TOKENS = 16
@@ -102,7 +101,7 @@ class Cost:
     cluster: int
 
 
-#: By dtype and warps of a CTA. Fitted to launches of four rows a group at 12 to 256 rows, of two
+#: By dtype and warps of a CTA. Fitted to launches of four rows per group at 12 to 256 rows, of two
 #: at 16 to 96, 24/2 heads, lists that overlap 90 %.
 COSTS = {
     ("bf16", 4): Cost(23, 43, 118, 162, 92),
@@ -153,7 +152,7 @@ def _tiles(width: int, splits: int, warps: int) -> int:
 
 
 def _useful_splits(width: int, most: int, warps: int) -> int:
-    """The fewest splits, not above ``most``, that give the tiles a CTA which ``most`` would
+    """The fewest splits, not above ``most``, that give the tiles per CTA which ``most`` would
     give.
     """
     most = max(1, min(most, MAX_SPLITS, -(-width // (WARP_TOKENS * warps))))
@@ -193,7 +192,7 @@ def _forced(splits: int) -> int:
 
 def _split_lone(width: int, units: int, warps: int, arch: Arch) -> tuple[int, int]:
     """``(splits, CTAs of a cluster)`` that cost least where all units of lone rows run at a time:
-    tiles a CTA, which take longer where SMs hold two CTAs, and the merge.
+    tiles per CTA, which take longer where SMs hold two CTAs, and the merge.
     """
     slots = arch.sm_count * resident(warps)
     single, shared = LONE_TILE

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shared import Shared
 from specplan.plans.catalog import load as load_catalog
 
-import packs
+from support import packs
+from support.shared import Shared
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Before torch is imported. Workers share the cores already: with as many threads each as there

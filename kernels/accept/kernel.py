@@ -63,7 +63,7 @@ from specplan.plans.accept import IDS, OP
 from specplan.plans.argmax import ITEM
 from specplan.plans.plan import Plan
 
-#: Threads of a CTA that accepts ready ids: a warp a request.
+#: Threads of a CTA that accepts ready ids: one warp per request.
 IDS_THREADS = 128
 
 

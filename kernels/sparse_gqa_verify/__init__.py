@@ -47,8 +47,8 @@ is below 2^31; that ``cluster`` is 1, or ``splits`` where no unit is whole and s
 ``MAX_CLUSTER``; and that ``group_rows`` is 1 in forms of one MMA tile alone.
 
 **Work.** A CTA takes one K/V head of a group of rows, or a split of it. It fills a *window* with
-what the rows attend, then walks it in tiles of 16 tokens a warp: four warps and two CTAs an SM, or
-eight warps and one. In a group of several rows of one request the window is the union of their
+what the rows attend, then walks it in tiles of 16 tokens per warp: four warps and two CTAs per SM,
+or eight warps and one. In a group of several rows of one request the window is the union of their
 lists in blocks of four tokens, found through bitmaps of blocks in shared memory, one of each row
 and one of all, and an entry says which rows list which token. A split's part of the union is a
 range of its blocks in their order, so a CTA looks up no others. In any other case (one row; rows of

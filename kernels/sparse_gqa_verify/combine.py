@@ -78,8 +78,8 @@ def combine_splits(
     splits: Int32,
     whole_units: Int32,
 ) -> None:
-    """One CTA a row and query head: sums the partial results in the order of the splits, four dims
-    and every fourth split a thread.
+    """One CTA per row and query head: sums the partial results in the order of the splits; a thread
+    has four dims of every fourth split.
     """
     thread, _, _ = cute.arch.thread_idx()
     place, _, _ = cute.arch.block_idx()

@@ -74,7 +74,7 @@ def fetch_k(
     """Starts copying this warp's tokens of K; one group of copies, empty beyond the last tile."""
     if tile < tiles:
         plane = load_plane(cta, 0, form)
-        # Eight lanes a token, so that an address serves all of the 128 bytes of a row.
+        # Eight lanes per token, so that an address serves all of the 128 bytes of a row.
         chunk = cta.lane & 7
         token = cta.warp * 16 + (cta.lane >> 3)
         ring = cta.smem + form.ring_at + (stage * form.tile + token) * form.row_bytes

@@ -10,7 +10,7 @@ import pytest
 from specplan.plans import certificates
 from specplan.tools.build import claims, keys
 
-import packs
+from support import packs
 
 
 def built(

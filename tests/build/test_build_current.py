@@ -13,7 +13,7 @@ from specplan.plans.catalog import Catalog
 from specplan.plans.hosts import this_machine
 from specplan.tools.build import keys, link, pipeline
 
-import packs
+from support import packs
 
 HOST = [this_machine()]
 

@@ -17,7 +17,7 @@ from specplan.plans import device_code
 from specplan.plans.plan import Plan
 from specplan.tools.build import keys
 
-import packs
+from support import packs
 
 CUDA = 190
 LOAD_LOCAL, STORE_LOCAL, OTHER = 0x7983, 0x2387, 0x7984

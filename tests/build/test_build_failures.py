@@ -19,7 +19,7 @@ import pytest
 from specplan.plans import manifest
 from specplan.plans.hosts import this_machine
 
-import packs
+from support import packs
 
 REPLAY = Path(__file__).with_name("replay.py")
 

@@ -14,7 +14,7 @@ from specplan.plans.catalog import load as load_catalog
 from specplan.plans.plan import Plan
 from specplan.tools.build import keys, pipeline
 
-import packs
+from support import packs
 
 PLAN = Plan(
     "scatter", "scatter", "sm_90a", (("history", 4), ("next", 4), ("draft", 3), ("lanes", 4))
@@ -221,7 +221,7 @@ def test_an_older_python_builds_nothing(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_every_promised_python_is_one_that_compiles_alike() -> None:
-    """``tests/pythons.py`` compiles with each of these in CI."""
+    """``tests/packaging/pythons.py`` compiles with each of these in CI."""
     text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
     project = tomllib.loads(text)["project"]
     start = "Programming Language :: Python :: 3."

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from specplan.plans import manifest
 
-import packs
+from support import packs
 
 
 def arguments_of(pack: packs.SmallPack, out: Path) -> tuple[str | Path, ...]:

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shared import Shared
 from specplan.plans import device_code, elf
 from specplan.plans.hosts import HOSTS
 from specplan.tools.build import host_target
 
-import packs
+from support import packs
+from support.shared import Shared
 
 pytest.importorskip("cutlass")
 

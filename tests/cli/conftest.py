@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import synthetic
+from support import synthetic
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from specplan.plans.certificates import (
 from specplan.tools.certify import missing
 from specplan.tools.marking import free
 
-import synthetic
-from synthetic import Place, specplan
+from support import synthetic
+from support.synthetic import Place, specplan
 
 
 def test_without_a_gpu_it_says_so_and_writes_nothing(place: Place) -> None:

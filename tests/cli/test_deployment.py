@@ -14,7 +14,7 @@ from specplan.plans.catalog import Catalog
 from specplan.plans.deployment import Answer, DeploymentError
 from specplan.tools import deployment_report
 
-from synthetic import Place, Ran, specplan
+from support.synthetic import Place, Ran, specplan
 
 #: Scatter's `small` stores, certified at requests 1..4 and tokens 1..2 on sm_90a.
 BASE = """\

@@ -15,7 +15,7 @@ from specplan.plans.cell import nearest
 from specplan.plans.deployment import DeploymentError
 from specplan.plans.nearest import Nearest
 
-import synthetic
+from support import synthetic
 
 #: What the synthetic catalog claims: family, geometry -> requests, tokens. On sm_90a, in int32.
 CERTIFIED: Mapping[tuple[str, tuple[int, ...]], tuple[set[int], set[int]]] = {

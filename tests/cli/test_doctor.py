@@ -14,8 +14,7 @@ import pytest
 from specplan.plans import manifest
 from specplan.plans.version import VERSION
 
-import packs
-import synthetic
+from support import packs, synthetic
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from specplan.plans import certificates, manifest
 
-import synthetic
-from synthetic import Place, Ran, specplan
+from support import synthetic
+from support.synthetic import Place, Ran, specplan
 
 CALL = ("scatter", "requests=8", "tokens=3", "problem=large", "--arch", "sm_90a")
 SYMBOL = "scatter__history4__next4__draft3__lanes4__sm_90a"

@@ -11,7 +11,7 @@ from specplan.plans import manifest
 from specplan.plans.hosts import HOSTS
 from specplan.tools.build.keys import object_name
 
-from synthetic import Place, Ran, specplan
+from support.synthetic import Place, Ran, specplan
 
 OLD = 10_000
 

@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from synthetic import Place
+from support.synthetic import Place
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ACTION = ROOT / ".github" / "actions" / "coverage" / "action.yml"

@@ -12,8 +12,8 @@ import pytest
 from specplan.plans import evidence, locations, manifest, ranges
 from specplan.tools.marking import restamp
 
-import synthetic
-from synthetic import Place, Ran, specplan
+from support import synthetic
+from support.synthetic import Place, Ran, specplan
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 from specplan.plans.version import VERSION
 from specplan.tools.cli import main
 
-from synthetic import Place, specplan
+from support.synthetic import Place, specplan
 
 COMMANDS = (
     *("build", "certify", "coverage", "doctor", "explain", "gc", "list", "simulate", "size"),

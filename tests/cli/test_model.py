@@ -10,8 +10,8 @@ import pytest
 from specplan.plans import catalog as catalogs
 from specplan.plans import deployment, servers
 
-import synthetic
-from synthetic import Place, Ran, specplan
+from support import synthetic
+from support.synthetic import Place, Ran, specplan
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 

@@ -18,8 +18,8 @@ from specplan.tools import picture
 from specplan.tools.grids import KINDS, Grid, Patch, grids
 from specplan.tools.marking import restamp
 
-import synthetic
-from synthetic import Place, specplan
+from support import synthetic
+from support.synthetic import Place, specplan
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -16,8 +16,8 @@ import click
 import pytest
 from specplan.tools.cli import main
 
-import synthetic
-from synthetic import Place, specplan
+from support import synthetic
+from support.synthetic import Place, specplan
 
 FULL = "/dev/full"
 needs_dev_full = pytest.mark.skipif(not Path(FULL).exists(), reason=f"needs {FULL}")
@@ -136,7 +136,7 @@ import email.feedparser, email.header, email.parser, email.policy, json, os, sys
 import specplan.plans.device_code, specplan.tools.build.keys, specplan.tools.deployment_report
 import specplan.library, specplan.tools.cli
 import specplan.tools.grids, specplan.tools.inventory, specplan.tools.merge, specplan.tools.picture
-import synthetic
+from support import synthetic
 specplan.tools.build.keys.tool_versions()
 os.setgid(54321)
 os.setuid(54321)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from specplan.plans import manifest
 
-import synthetic
-from synthetic import Place, Ran, specplan
+from support import synthetic
+from support.synthetic import Place, Ran, specplan
 
 
 def verify(place: Place, *arguments: str) -> Ran:

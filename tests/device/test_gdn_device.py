@@ -12,8 +12,8 @@ import pytest
 import specplan
 import torch
 
-import gdn_runs
-from gdn_runs import PackOps, Scenario
+from support import gdn_runs
+from support.gdn_runs import PackOps, Scenario
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from shared import Shared
 from specplan.kernels.gdn_replay import reference
 from specplan.loading import ArchPack
 from specplan.pack import Pack
@@ -20,8 +19,8 @@ from specplan.plans import manifest
 from specplan.plans.catalog import Catalog
 from specplan.tools.simulator.host import Launched, Recorded, Recorder
 
-import packs
-import synthetic
+from support import packs, synthetic
+from support.shared import Shared
 
 ARCH = "sm_90a"
 #: The cells of ``device`` are there for the shapes of their plans, which the tests of device code

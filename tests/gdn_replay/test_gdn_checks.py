@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from shared import Shared
 from specplan import InParts, Pack, ValueCheckError
 from specplan.checking import Checks
 from specplan.kernels.gdn_replay.cases import GdnCase
 
 import reference_pack
 from reference_pack import ARCH
+from support.shared import Shared
 
 NARROW = {"key_heads": 1, "value_heads": 2}
 OPS = ("verify", "advance", "materialize", "reset")

@@ -6,9 +6,10 @@ import re
 import struct
 
 import pytest
-from shared import Shared
 from specplan.plans.arch import Arch
 from specplan.plans.gdn_replay import FAMILY
+
+from support.shared import Shared
 
 pytest.importorskip("cutlass")
 

@@ -9,11 +9,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("cutlass")
 
-from shared import Shared  # noqa: E402
 from specplan.kernels.gdn_replay import cases, reference  # noqa: E402
 from specplan.plans.manifest import PlanRecord  # noqa: E402
 
 import reference_pack  # noqa: E402
+from support.shared import Shared  # noqa: E402
 from support.simulated import SimulatedFunctions  # noqa: E402
 
 SCALE = cases.HEAD**-0.5

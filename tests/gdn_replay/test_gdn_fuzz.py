@@ -16,14 +16,14 @@ import specplan
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shared import Shared
 from specplan import library
 from specplan import op as call_path
 
 import fuzzing
 import reference_pack
 from fuzzing import gdn_replay, scenes
-from stubs import on_device, plain
+from support.shared import Shared
+from support.stubs import on_device, plain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

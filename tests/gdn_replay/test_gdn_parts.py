@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shared import Shared
 from specplan import InParts, LaunchError, Pack, Reason, Uncertified, UncoveredError
 from specplan.kernels.gdn_replay import reference
 from specplan.kernels.gdn_replay.cases import GdnCase
@@ -25,6 +24,7 @@ from specplan.tools.simulator.host import Recorder
 
 import reference_pack
 from reference_pack import ARCH, Graph, reference_graphs
+from support.shared import Shared
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

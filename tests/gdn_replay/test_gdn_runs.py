@@ -11,8 +11,8 @@ import torch
 from specplan.kernels.gdn_replay import reference
 from torch import Tensor
 
-import gdn_runs
-from gdn_runs import Layer, ReferenceOps, Scenario
+from support import gdn_runs
+from support.gdn_runs import Layer, ReferenceOps, Scenario
 
 STEPS, EARLY, LATE = 96, slice(16, 48), slice(64, 96)
 SMALL = {"heads": (1, 2), "rows": 3}

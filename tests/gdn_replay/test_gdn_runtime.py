@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from shared import Shared
 from specplan import LaunchError, Pack, Reason, Uncertified, UncertifiedCell
 from specplan.kernels.gdn_replay import cases
 from specplan.kernels.gdn_replay.cases import GdnCase
@@ -20,6 +19,7 @@ from specplan.tools.certify import CertificationError, FamilyRun, Shard
 
 import reference_pack
 from reference_pack import ARCH, Checked, reference_graphs
+from support.shared import Shared
 
 GEOMETRY = {"key_heads": 2, "value_heads": 8}
 OPS = ("verify", "advance", "materialize", "reset")

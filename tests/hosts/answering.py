@@ -11,14 +11,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import recorder
 import torch
 from specplan.families import FAMILIES
 from specplan.plans.manifest import PlanRecord
 from specplan.plans.signature import Scalar, Tensor
 from specplan.tools.build import link
 
-import packs
+from support import packs, recorder
 
 _PARAMETER = re.compile(r"(\w+): (?:Tensor\(\[([^\]]*)\], (\w+)\)|(\w+))")
 _INTEGERS = (0, 1, 2, 3, 4, 8, 64, -1, 2**31 - 1, -(2**31))

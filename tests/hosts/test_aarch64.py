@@ -14,13 +14,13 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from shared import Shared
 from specplan.plans import device_code, elf, manifest
 from specplan.plans.hosts import HOSTS, this_machine
 from specplan.plans.manifest import Manifest
 from specplan.tools.build import link
 
-import packs
+from support import packs
+from support.shared import Shared
 
 torch = pytest.importorskip("torch")
 

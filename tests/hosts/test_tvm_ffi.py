@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shared import Shared
 from specplan.plans import elf
 from specplan.plans.hosts import this_machine
 from specplan.plans.manifest import TVM_FFI
 from specplan.tools.build import link
 
-import packs
+from support import packs
+from support.shared import Shared
 
 torch = pytest.importorskip("torch")
 

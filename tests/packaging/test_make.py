@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from packaging_runs import ROOT
+from support.packaging_runs import ROOT
 
 
 class Recorded:

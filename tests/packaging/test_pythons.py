@@ -12,8 +12,8 @@ import pytest
 from specplan.plans import certificates
 from specplan.tools.build import keys, pool
 
-import packs
 import pythons
+from support import packs
 
 
 @pytest.fixture

@@ -7,9 +7,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from shared import Shared
 
-from packaging_runs import (
+from support.packaging_runs import (
     ROOT,
     clean_environment,
     copy_tracked,
@@ -18,6 +17,7 @@ from packaging_runs import (
     run,
     start,
 )
+from support.shared import Shared
 
 # Without build isolation: the environment under test has setuptools, and nothing is downloaded.
 PIP_WHEEL = ("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")

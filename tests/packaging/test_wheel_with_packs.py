@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shared import Shared
 
-from packaging_runs import (
+from support.packaging_runs import (
     ROOT,
     clean_environment,
     copy_tracked,
@@ -26,6 +25,7 @@ from packaging_runs import (
     run,
     start,
 )
+from support.shared import Shared
 
 #: One plan, claimed by nobody: packs of it compile in seconds.
 SMALL_CATALOG = """\

@@ -14,7 +14,7 @@ from specplan.plans import catalog as catalogs
 from specplan.plans.catalog import Catalog, CatalogError
 from specplan.plans.cell import Cell
 
-import synthetic
+from support import synthetic
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_107a")
 

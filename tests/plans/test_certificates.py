@@ -30,7 +30,7 @@ from specplan.plans.certificates import (
 )
 from specplan.plans.manifest import Manifest, Use
 
-import synthetic
+from support import synthetic
 
 CELL = Cell("scatter", "large", "int32", "sm_90a", 1, 3, 8)
 

@@ -17,8 +17,8 @@ from specplan.plans.certificates import group_cells
 from specplan.plans.manifest import PlanRecord
 from specplan.tools.marking import restamp
 
-import synthetic
-from synthetic import Place, specplan
+from support import synthetic
+from support.synthetic import Place, specplan
 
 STATES = ("certified", "candidate", "missing", "stale", "corrupt")
 

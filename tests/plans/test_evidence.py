@@ -14,8 +14,8 @@ from specplan.plans.cell import Cell, State
 from specplan.plans.certificates import Certificate, group_cells
 from specplan.plans.manifest import Manifest, Use
 
-import synthetic
-from synthetic import Place, specplan
+from support import synthetic
+from support.synthetic import Place, specplan
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from specplan.plans.certificates import CertificateError
 from specplan.plans.deployment import DeploymentError
 from specplan.plans.manifest import ManifestError
 
-import synthetic
+from support import synthetic
 
 ANYTHING = st.recursive(
     st.none()

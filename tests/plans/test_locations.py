@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from specplan.plans import locations
 
-import synthetic
-from synthetic import specplan
+from support import synthetic
+from support.synthetic import specplan
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

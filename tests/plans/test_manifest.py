@@ -18,7 +18,7 @@ from specplan.plans import manifest
 from specplan.plans.cell import Cell
 from specplan.plans.manifest import Manifest, ManifestError, Use
 
-import synthetic
+from support import synthetic
 
 T = TypeVar("T")
 

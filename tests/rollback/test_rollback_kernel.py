@@ -5,7 +5,8 @@ from __future__ import annotations
 import struct
 
 import pytest
-from shared import Shared
+
+from support.shared import Shared
 
 pytest.importorskip("cutlass")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shared import Shared
 
-import packs
+from support import packs
+from support.shared import Shared
 
 torch = pytest.importorskip("torch")
 
@@ -24,8 +24,8 @@ from specplan.plans import catalog as catalogs  # noqa: E402
 from specplan.plans.coverage import uses_of  # noqa: E402
 from specplan.plans.manifest import Manifest, PlanRecord, group_cells  # noqa: E402
 
-from recorder import Recorder  # noqa: E402  isort: skip
-from stubs import Compiled, on_device  # noqa: E402  isort: skip
+from support.recorder import Recorder  # noqa: E402  isort: skip
+from support.stubs import Compiled, on_device  # noqa: E402  isort: skip
 
 ARCH = "sm_90a"
 CATALOG = """\

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-import packs
+from support import packs
 
 torch = pytest.importorskip("torch")
 
 import specplan  # noqa: E402
 from specplan.plans import manifest  # noqa: E402
 
-from stubs import Compiled  # noqa: E402  isort: skip
+from support.stubs import Compiled  # noqa: E402  isort: skip
 
 
 @pytest.fixture

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-import packs
+from support import packs
 
 torch = pytest.importorskip("torch")
 
 import specplan  # noqa: E402
 from specplan import Reason  # noqa: E402
 
-from recorder import Recorder  # noqa: E402  isort: skip
+from support.recorder import Recorder  # noqa: E402  isort: skip
 from test_runtime_calls import CALLS, scatter_call, zeros  # noqa: E402  isort: skip
 
 

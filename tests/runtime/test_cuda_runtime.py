@@ -17,7 +17,7 @@ import pytest
 from specplan.plans import manifest
 from specplan.plans.hosts import this_machine
 
-import packs
+from support import packs
 
 torch = pytest.importorskip("torch")
 
@@ -109,7 +109,7 @@ import torch, specplan
 from specplan.families import FAMILIES
 pack = specplan.load(sys.argv[1], arch="sm_90a")._packs["sm_90a"]
 sys.path.insert(0, sys.argv[2])
-from recorder import on_gpu
+from support.recorder import on_gpu
 texts = []
 for symbol, plan in pack.manifest.plans.items():
     idle = FAMILIES[plan.family].idle_arguments(plan, torch.device("cpu"))

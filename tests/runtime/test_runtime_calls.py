@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-import packs
+from support import packs
 
 torch = pytest.importorskip("torch")
 
 import specplan  # noqa: E402
 from specplan import Reason, Uncertified, UncertifiedCell, op  # noqa: E402
 
-from stubs import Compiled, on_device  # noqa: E402  isort: skip
+from support.stubs import Compiled, on_device  # noqa: E402  isort: skip
 
 #: The order in which scatter's and gather's functions take their arguments.
 SCATTER = (

@@ -15,8 +15,8 @@ from specplan.checking import Checks
 from specplan.plans.families import SIGNATURES
 from test_runtime_calls import gather_call, scatter_call
 
-import packs
-from stubs import on_device
+from support import packs
+from support.stubs import on_device
 
 
 def numbers(*values: int) -> torch.Tensor:

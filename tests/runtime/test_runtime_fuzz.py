@@ -19,15 +19,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import packs
+from support import packs
 
 torch = pytest.importorskip("torch")
 
 import specplan  # noqa: E402
 
 import fuzzing  # noqa: E402  isort: skip
-from recorder import Recorded, Recorder  # noqa: E402  isort: skip
-from stubs import on_device  # noqa: E402  isort: skip
+from support.recorder import Recorded, Recorder  # noqa: E402  isort: skip
+from support.stubs import on_device  # noqa: E402  isort: skip
 from test_runtime_calls import GATHER, SCATTER  # noqa: E402  isort: skip
 
 HOST = torch.device("cpu")

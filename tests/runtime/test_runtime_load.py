@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-import packs
+from support import packs
 
 torch = pytest.importorskip("torch")
 

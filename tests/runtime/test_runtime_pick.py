@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import packs
+from support import packs
 
 torch = pytest.importorskip("torch")
 

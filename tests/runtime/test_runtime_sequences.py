@@ -21,11 +21,11 @@ from specplan.plans import manifest  # noqa: E402
 from specplan.plans.families import SIGNATURES  # noqa: E402
 from specplan.plans.sparse_gqa_verify import workspace_words  # noqa: E402
 
-import synthetic  # noqa: E402
 from fuzzing import mixed  # noqa: E402
+from support import synthetic  # noqa: E402
 
-from recorder import Recorder  # noqa: E402  isort: skip
-from stubs import Checking, OnDevice, on_device  # noqa: E402  isort: skip
+from support.recorder import Recorder  # noqa: E402  isort: skip
+from support.stubs import Checking, OnDevice, on_device  # noqa: E402  isort: skip
 
 ARCH = "sm_90a"
 #: Problems that are mistaken for each other by what a fast path reads: equal products of extents.

@@ -13,7 +13,7 @@ from specplan import Uncertified, UncertifiedCell, UncoveredError
 from specplan.plans.deployment import DeploymentError
 from test_runtime_calls import CALLS, gather_call, scatter_call
 
-import packs
+from support import packs
 
 DEPLOYMENT = """\
 schema: 1

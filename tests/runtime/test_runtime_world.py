@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from specplan.plans import locations, manifest
 
-import packs
+from support import packs
 
 torch = pytest.importorskip("torch")
 
@@ -30,7 +30,7 @@ import specplan  # noqa: E402
 from specplan import Reason, Uncertified, forked  # noqa: E402
 from specplan import op as op_module  # noqa: E402
 
-from stubs import Compiled, OnDevice  # noqa: E402  isort: skip
+from support.stubs import Compiled, OnDevice  # noqa: E402  isort: skip
 from test_runtime_calls import SCATTER  # noqa: E402  isort: skip
 
 

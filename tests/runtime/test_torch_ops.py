@@ -21,10 +21,10 @@ from specplan.pack import Pack  # noqa: E402
 from specplan.plans import signature  # noqa: E402
 from specplan.plans.families import SIGNATURES  # noqa: E402
 
-import synthetic  # noqa: E402
 from fuzzing import mixed  # noqa: E402
+from support import synthetic  # noqa: E402
 
-from stubs import Checking  # noqa: E402  isort: skip
+from support.stubs import Checking  # noqa: E402  isort: skip
 from test_runtime_sequences import ARCH, CATALOG, Sequences  # noqa: E402  isort: skip
 
 

@@ -11,16 +11,17 @@ from pathlib import Path
 
 import pytest
 
-import packs
+from support import packs
 
 pytest.importorskip("torch")
 pytest.importorskip("numpy")
 
-from shared import Shared
 from specplan.plans import manifest, simulations
 from specplan.plans.manifest import Use
 from specplan.plans.simulations import SimulationFileError
 from specplan.tools.simulate import tasks
+
+from support.shared import Shared
 
 
 @pytest.fixture(scope="module")

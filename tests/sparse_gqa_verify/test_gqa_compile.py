@@ -8,7 +8,8 @@ import re
 
 import pytest
 from forms import plan_of
-from shared import Shared
+
+from support.shared import Shared
 
 pytest.importorskip("cutlass")
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from shared import Shared
 
-import packs
+from support import packs
+from support.shared import Shared
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("cutlass")
@@ -18,8 +18,8 @@ from specplan.kernels.sparse_gqa_verify import cases  # noqa: E402
 from specplan.plans import manifest  # noqa: E402
 from specplan.plans.sparse_gqa_verify import HEAD_DIM, VScaleOrder  # noqa: E402
 
-from recorder import Recorded, Recorder  # noqa: E402  isort: skip
-from stubs import on_device  # noqa: E402  isort: skip
+from support.recorder import Recorded, Recorder  # noqa: E402  isort: skip
+from support.stubs import on_device  # noqa: E402  isort: skip
 
 CATALOG = """\
 schema: 1

@@ -10,13 +10,14 @@ import struct
 
 import pytest
 import torch
-from shared import Shared
 from specplan.kernels.sparse_gqa_verify import cases
 from specplan.kernels.sparse_gqa_verify.reference import VScaleOrder
 from specplan.plans.sparse_gqa_verify import Launch, groups
 from specplan.tools.simulator.machine import Kernel, LaunchShape
 from specplan.tools.simulator.memory import Memory
 from specplan.tools.simulator.ptx import entries
+
+from support.shared import Shared
 
 pytest.importorskip("cutlass")
 from forms import plan_of

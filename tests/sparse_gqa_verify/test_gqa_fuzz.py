@@ -20,7 +20,7 @@ from specplan.sparse_gqa_verify import SparseGqaVerify  # noqa: E402
 import fuzzing  # noqa: E402
 from fuzzing import scenes, sparse_gqa_verify  # noqa: E402
 
-from stubs import OnlyOnDevice, on_device  # noqa: E402  isort: skip
+from support.stubs import OnlyOnDevice, on_device  # noqa: E402  isort: skip
 from test_gqa_op import SMALL, functions, pack  # noqa: E402, F401  isort: skip
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -36,7 +36,7 @@ from specplan.plans.sparse_gqa_verify import (  # noqa: E402
 from specplan.sparse_gqa_verify import SparseGqaVerify  # noqa: E402
 from specplan.tools import certify  # noqa: E402
 
-from stubs import OnDevice, broken, refusal  # noqa: E402  isort: skip
+from support.stubs import OnDevice, broken, refusal  # noqa: E402  isort: skip
 
 CATALOG = catalog.loads(
     """\

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from shared import Shared
+
+from support.shared import Shared
 
 CELLS = """\
   stage:

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shared import Shared
 from specplan.pack import Pack
 from specplan.plans import manifest
 from specplan.tools.simulator.compiling import PtxCompiler
 from specplan.tools.simulator.device import Simulator, imagined_device, load
 
-import packs
+from support import packs
+from support.shared import Shared
 
 #: What the families' cells lie under.
 HEAD = """\

@@ -25,7 +25,7 @@ from specplan.plans.hosts import this_machine
 from specplan.plans.plan import Plan
 from specplan.tools.build import keys, pool
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 #: The arch that has certificates.
 CERTIFIED = "sm_90a"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 #: What of this test's own environment would reach into the environments under test.
 CLEAN = {"SPECPLAN_PACKS": "", "SPECPLAN_ARCHS": "", "SPECPLAN_FAMILIES": "", "PYTHONPATH": ""}
