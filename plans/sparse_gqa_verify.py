@@ -15,7 +15,8 @@ a group fills, and the rest are launch integers:
 
 One-split: a CTA per unit, ``splits`` 1. All-split: no unit is whole, and the splits merge in
 clusters or through the workspace. Split last wave: full waves of whole units, and the remainder
-split so that the last wave ends sooner, merged through the workspace."""
+split so that the last wave ends sooner, merged through the workspace.
+"""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def certify_main(
             ]
             if only_missing:
                 cells = missing(catalog, cells, pack.manifest(found), evidence)
-            cells = cells[part.index - 1 :: part.count]
+            cells = share_of(cells, part, family)
             if only_missing and not cells:
                 click.echo(f"{family}: nothing is missing", err=True)
                 continue
@@ -192,6 +192,23 @@ def certify_main(
         click.echo(f"error: {error}", err=True)
         return 1
     return 0
+
+
+def share_of(cells: Sequence[Cell], part: Shard, family: str) -> list[Cell]:
+    """The cells of a shard: every N-th, or, where the family's cases share what is costly to make
+    (``SHARED_BY``) and there are shards for no more than one kind of cell each, one run of cells.
+    """
+    cases = import_module(f"specplan.kernels.{family}.cases")
+    shared_by: tuple[str, ...] = getattr(cases, "SHARED_BY", ())
+
+    def kind(cell: Cell) -> tuple[Any, ...]:
+        return tuple(getattr(cell, name) for name in shared_by)
+
+    if not shared_by or len({kind(cell) for cell in cells}) < part.count:
+        return list(cells[part.index - 1 :: part.count])
+    ordered = sorted(cells, key=kind)
+    begin, end = (len(cells) * i // part.count for i in (part.index - 1, part.index))
+    return ordered[begin:end]
 
 
 def missing(

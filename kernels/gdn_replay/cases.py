@@ -267,15 +267,15 @@ def checks(
 ) -> Iterator[GdnCase]:
     """The cases that a cell must pass. ``splits`` changes the plan, not the expected result.
 
-    ``verify`` with padding rows: even seeds draw history lengths 0..W, odd seeds rows that all
-    commit. The cursor ops on every row. ``materialize`` on every row where tokens is 1, else on a
-    few.
+    ``verify`` with padding rows, on rows that are drawn once for many cells (``drawn.py``): even
+    seeds have history lengths 0..W, odd seeds rows that all commit. The cursor ops on every row.
+    ``materialize`` on every row where tokens is 1, else on a few.
     """
 
     def case(name: str, op: str, **options: Any) -> GdnCase:
         return GdnCase(name, op, geometry, requests, tokens, splits, dtype, device, **options)
 
-    yield case("every history length, and all rows full", "verify")
+    yield case("every history length, and all rows full", "verify", drawn_once=True)
     yield case("cursors", "advance")
     yield case("cursors", "reset")
     rows = requests if tokens == 1 else min(requests, FEW_ROWS)
@@ -291,6 +291,8 @@ class GdnCase:
         Rows of the call, where they are not the cell's requests.
     full
         Whether the histories are so long that every row commits; for odd seeds, unless given.
+    drawn_once
+        Whether ``verify``'s rows are those that cells of this kind share.
     """
 
     def __init__(
@@ -306,8 +308,9 @@ class GdnCase:
         *,
         rows: int | None = None,
         full: bool | None = None,
+        drawn_once: bool = False,
     ) -> None:
-        self.name, self.op = name, op
+        self.name, self.op, self.drawn_once = name, op, drawn_once
         self.geometry, self.requests, self.tokens = dict(geometry), requests, tokens
         self.splits, self.dtype, self.full = splits, dtype, full
         rows = requests if rows is None else rows
@@ -324,6 +327,11 @@ class GdnCase:
         starts = [*(start for start, _ in self.step.spans), self.step.buffer.numel()]
         gaps = [torch.arange(a, b) for a, b in zip(ends, starts, strict=True)]
         self.gaps = torch.cat(gaps).to(device)
+        if drawn_once:
+            # What lies between the tensors is given once; every comparison has it.
+            self.generator.manual_seed(rows)
+            words = self.buffer.view(torch.int32)
+            words.random_(-(1 << 31), (1 << 31) - 1, generator=self.generator)
 
     @property
     def buffer(self) -> Tensor:
@@ -354,6 +362,14 @@ class GdnCase:
 
     def refill(self, seed: int) -> None:
         self.generator.manual_seed(seed)
+        if self.drawn_once:
+            from specplan.kernels.gdn_replay import drawn
+
+            draw = seed % drawn.DRAWS
+            kind = (self.geometry, self.tokens, self.dtype, self.buffer.device)
+            self.draw = drawn.drawn(*kind, draw)
+            self.placed = drawn.place(self.step, self.draw, self.generator)
+            return
         slots = self.step.tensors["hist_len"].shape[0]
         full = seed % 2 == 1 if self.full is None else self.full
         lengths = full_lengths(slots, self.tokens, self.buffer.device) if full else None
@@ -366,39 +382,49 @@ class GdnCase:
         self.buffer.copy_(snapshot)
 
     def expect(self) -> Expected:
-        after = self.step.clone()
-        run_reference(self.op, after, self.tokens)
+        if self.drawn_once:
+            from specplan.kernels.gdn_replay import drawn
+
+            after = drawn.expected(self.step, self.draw, self.placed)
+        else:
+            after = self.step.clone()
+            run_reference(self.op, after, self.tokens)
         return Expected(after, written_by(self.op, self.step, self.tokens))
 
     def compare(self, expected: Expected) -> Iterator[Comparison]:
         got, want = self.step, expected.step
         stray = (got.buffer[self.gaps] != want.buffer[self.gaps]).sum()
         for name, memory in got.backing.items():
-            differs = _words(memory) != _words(want.backing[name])
-            if name == "state" and name in expected.written:
-                kept = ~expected.written[name][:, 0, 0, 0]
-                inner = expected.written[name][0].numel()
-                stray = stray + (differs[:, :inner].sum(1) * kept).sum() + differs[:, inner:].sum()
-            elif name in expected.written:
-                mine = differs[:, : expected.written[name][0].numel()] if name in POOLS else differs
-                stray = stray + differs.sum() - mine.sum()
-                if name in POOLS:
-                    mine = mine.unflatten(1, expected.written[name].shape[1:])
-                stray = stray + (mine & ~expected.written[name]).sum()
-            else:
-                stray = stray + differs.sum()
+            written = expected.written.get(name)
+            if written is None:
+                stray = stray + (_words(memory) != _words(want.backing[name])).sum()
+                continue
+            # A mask says the same of all elements of a row, so words may be as wide as these let.
+            wide = name != "rec_G"
+            differs = _words(memory, wide) != _words(want.backing[name], wide)
+            per_word = memory.numel() // differs.numel()
+            inner = written[0].numel() // per_word
+            mine = differs[:, :inner] if name in POOLS else differs.flatten(1)
+            stray = stray + differs.sum() - mine.sum()
+            kept = ~(written[..., :1] if wide else written).flatten(1)
+            stray = stray + (mine.unflatten(1, (kept.shape[1], -1)) & kept[..., None]).sum()
         yield Comparison("all that must not change", "words that differ", stray, 0)
         for name, written in expected.written.items():
             atol, rtol, source = bound_of(name, self.dtype)
             a, b = got.tensors[name], want.tensors[name]
+            # The dimensions that the mask tells apart in front, so that it takes whole rows.
+            first = {"state": (0,), "out": (0, 1)}.get(name, (0, 2, 3))
+            order = (*first, *(i for i in range(a.dim()) if i not in first))
+            a, b, mask = a.permute(order), b.permute(order), written.permute(order)
+            at = mask[(..., *[0] * (a.dim() - len(first)))].nonzero()
+            some = max(1, CHUNK // (4 * prod(a.shape[len(first) :])))
             # A byte that must not change is the other comparison's.
-            if name == "state":
-                slots = written[:, 0, 0, 0].nonzero().flatten()
-                some = max(1, CHUNK // (a[0].numel() * 4))
-                shares = [_share(a[i], b[i], atol, rtol).max() for i in slots.split(some) if len(i)]
-                error = torch.stack([*shares, torch.zeros((), device=a.device)]).max()
-            else:
-                error = torch.where(written, _share(a, b, atol, rtol), 0.0).max()
+            shares = [
+                _share(a[tuple(i.T)], b[tuple(i.T)], atol, rtol).max()
+                for i in at.split(some)
+                if len(i)
+            ]
+            error = torch.stack([*shares, torch.zeros((), device=a.device)]).max()
             measure = f"|error| / ({atol:g} + {rtol:g} |value|)"
             yield Comparison(name, measure, error, 1.0, source)
 
@@ -409,6 +435,10 @@ class GdnCase:
 def bound_of(name: str, dtype: str) -> tuple[float, float, str]:
     """(atol, rtol, source) of a buffer that an op writes, by the dtype of the state."""
     return FP32_STATE_BOUND if name == "state" and dtype == "fp32" else BOUNDS[name]
+
+
+#: What cells have in common that share the rows that ``verify`` runs on.
+SHARED_BY = ("problem", "dtype", "tokens")
 
 
 def cells_a_graph(geometry: Mapping[str, int], requests: int, tokens: int, dtype: str) -> int:
@@ -424,7 +454,9 @@ def _share(a: Tensor, b: Tensor, atol: float, rtol: float) -> Tensor:
     return (a - b).abs_().div_(b.abs().mul_(rtol).add_(atol))
 
 
-def _words(memory: Tensor) -> Tensor:
+def _words(memory: Tensor, wide: bool = False) -> Tensor:
+    if wide:
+        return memory.view(torch.int64)
     return memory.view(torch.int16 if memory.element_size() == 2 else torch.int32)
 
 

@@ -180,7 +180,7 @@ def test_a_user_without_permission_gets_one_line_and_no_traceback() -> None:
             capture_output=True,
             text=True,
             check=False,
-            env={**os.environ, "PYTHONPATH": str(Path(synthetic.__file__).parent)},
+            env={**os.environ, "PYTHONPATH": str(Path(synthetic.__file__).parents[1])},
         )
         assert done.returncode == 0, done.stderr
         answers = dict(zip(commands, map(json.loads, done.stdout.splitlines()), strict=True))

@@ -204,3 +204,65 @@ def test_declined_calls_differ_from_a_good_one() -> None:
         assert arguments["op"] in OPS
         seen.add(what)
     assert len(seen) > 60
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(("requests", "tokens"), [(1, 4), (3, 1), (13, 8)])
+def test_shared_rows_expect_what_the_reference_makes_of_the_call(
+    requests: int, tokens: int, dtype: str
+) -> None:
+    """A row's result does not depend on its place, its slot or the other rows."""
+    for seed in range(6):
+        case = every(requests, tokens, dtype)[0]
+        assert case.drawn_once
+        case.refill(seed)
+        expected = case.expect()
+        own = case.step.clone()
+        cases.run_reference("verify", own, tokens)
+        for name, written in expected.written.items():
+            a, b = (s.tensors[name] for s in (own, expected.step))
+            error = cases._share(a, b, *cases.bound_of(name, dtype)[:2])
+            # torch sums in another order where the batch is another.
+            assert float(torch.where(written, error, 0.0).max()) < 0.2, name
+        slot = case.step.tensors["slot"]
+        live = slot[slot >= 0].tolist()
+        assert len(set(live)) == len(live)
+        rows = case.placed.rows[case.placed.live].tolist()
+        assert case.placed.slots[slot[slot >= 0].long()].tolist() == rows
+        commits = case.step.tensors["hist_len"][slot[slot >= 0].long()] + tokens > 16
+        assert bool(commits.all()) or seed % 2 == 0
+
+
+def test_shared_rows_are_other_rows_for_another_draw_and_the_same_for_the_same() -> None:
+    case = every(9, 4)[0]
+    found = {}
+    for seed in (0, 1, 2, 3, 4):
+        case.refill(seed)
+        found[seed] = case.snapshot()
+    case.refill(0)
+    assert torch.equal(case.snapshot(), found[0])
+    assert all(not torch.equal(found[0], found[seed]) for seed in (1, 2, 3, 4))
+
+
+def test_every_element_that_an_op_writes_and_every_other_is_compared() -> None:
+    """A change of any element beyond the bound fails, wherever it lies."""
+    case = every(6, 4)[0]
+    case.refill(1)
+    expected = case.expect()
+    cases.run_reference("verify", case.step, 4)
+    assert worst(case, expected) <= 1
+    chance = torch.Generator().manual_seed(5)
+    for name, memory in case.step.backing.items():
+        flat = memory.view(-1)
+        for _ in range(12):
+            at = int(torch.randint(0, flat.numel(), (), generator=chance))
+            was = flat[at].clone()
+            changed = 0.0 if memory.is_floating_point() and bool(was.isnan()) else was + 1
+            flat[at] = changed
+            assert worst(case, expected) > 1, (name, at)
+            flat[at] = was
+    for gap in case.gaps[:: max(1, len(case.gaps) // 20)]:
+        case.buffer[gap] += 1
+        assert worst(case, expected) > 1
+        case.buffer[gap] -= 1
+    assert worst(case, expected) <= 1
