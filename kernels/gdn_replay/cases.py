@@ -416,7 +416,9 @@ class GdnCase:
             first = {"state": (0,), "out": (0, 1)}.get(name, (0, 2, 3))
             order = (*first, *(i for i in range(a.dim()) if i not in first))
             a, b, mask = a.permute(order), b.permute(order), written.permute(order)
-            at = mask[(..., *[0] * (a.dim() - len(first)))].nonzero()
+            while mask.dim() > len(first):
+                mask = mask[..., 0]
+            at = mask.nonzero()
             some = max(1, CHUNK // (4 * prod(a.shape[len(first) :])))
             # A byte that must not change is the other comparison's.
             shares = [
