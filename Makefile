@@ -26,7 +26,7 @@ BIN := $(VENV)/bin
 SPECPLAN := $(BIN)/specplan
 BUILD_FLAGS := $(if $(JOBS),--jobs $(JOBS)) $(foreach host,$(HOST),--host $(host))
 
-.PHONY: plans aarch64-root coverage simulate test lint types hooks format pythons device-test fuzz sanitize bench wheel release clean FORCE
+.PHONY: serve-demo plans aarch64-root coverage simulate test lint types hooks format pythons device-test fuzz sanitize bench wheel release clean FORCE
 
 plans: $(VENV)/.build-extra $(if $(HOST),$(VENV)/.cross-extra)
 	$(SPECPLAN) build --arch $(ARCH) --out $(PACKS) $(BUILD_FLAGS)
@@ -88,6 +88,10 @@ sanitize: $(VENV)/.test-extra
 	  $(SANITIZE) --unwritten | $(BIN)/python tests/device/sanitize.py --judge clean
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool initcheck --print-limit 100000 \
 	  $(SANITIZE) --control | $(BIN)/python tests/device/sanitize.py --judge control
+
+# The engine of examples/engine with a model of a few layers and random weights; without a GPU it runs on the references, and says so.
+serve-demo: $(VENV)/.test-extra
+	cd examples && $(abspath $(BIN))/python -m engine serve --model tiny --port 8000
 
 bench: $(VENV)/.test-extra
 	$(BIN)/python benchmarks/step_copies.py --packs $(PACKS) --out benchmarks/results/step_copies.json
