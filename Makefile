@@ -91,7 +91,7 @@ sanitize: $(VENV)/.test-extra
 
 # The engine of examples/engine with a model of a few layers and random weights; without a GPU it runs on the references, and says so.
 serve-demo: $(VENV)/.test-extra
-	cd examples && $(abspath $(BIN))/python -m engine serve --model tiny --port 8000
+	cd examples && ../$(BIN)/python -m engine serve --model tiny --port 8000
 
 bench: $(VENV)/.test-extra
 	$(BIN)/python benchmarks/step_copies.py --packs $(PACKS) --out benchmarks/results/step_copies.json

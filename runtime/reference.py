@@ -11,7 +11,7 @@ from typing import Any
 
 #: Families whose reference is one function, and families with a module of them, one an op.
 _FUNCTIONS = ("scatter", "gather", "step_setup", "stage", "argmax", "accept")
-_MODULES = ("rollback", "gdn_replay", "sparse_gqa_verify")
+_MODULES = ("rollback", "gdn_replay", "sparse_gqa_verify", "conv_verify")
 
 
 def __getattr__(name: str) -> Any:

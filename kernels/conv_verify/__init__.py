@@ -1,0 +1,1 @@
+"""The causal convolution in front of Gated DeltaNet, over a ring of inputs by position."""
