@@ -244,7 +244,8 @@ def _moved(name: str, window: str, about: str, written: str) -> Op:
         ),
         scalars=(Scalar("launches", expression="1", idle=0),),
         parameters=tuple(map(Parameter, (window, "ring", "position", "slot"))),
-        key=("ring.get_device()", "ring.shape[3]", "slot.numel()"),
+        # All of it: a call of no layers must not come to a plan.
+        key=(f"{window}.get_device()", f"{window}.shape"),
         size=lambda c: Size((c.ring.shape[3],), "bf16", c.slot.shape[0], 1),
         no_work=lambda p: getattr(p, window).dim() == 4 and 0 in getattr(p, window).shape[:2],
         derived=(

@@ -32,7 +32,7 @@ INT32, BF16, FP32 = torch.int32, torch.bfloat16, torch.float32
 #: Words of the long workspaces: enough for any of these calls.
 WORDS = 1 << 20
 OPS = tuple(
-    family if len(planning.ops) == 1 else f"{family}.{op}"
+    family if op == family else f"{family}.{op}"
     for family, planning in FAMILIES.items()
     for op in planning.ops
 )
@@ -500,6 +500,37 @@ def _accept(
     return arguments
 
 
+def _conv(
+    chance: Random, world: World, g: Mapping[str, int], device: int, name: str
+) -> dict[str, Any]:
+    requests, tokens = chance.choice((0, 1, 2, 3, 4)), chance.choice((1, 2, 4))
+    channels, places = g["channels"], chance.choice((8, 16, 64))
+
+    def tensor(name: str, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+        return world.tensor(device, name, *shape, dtype=dtype)
+
+    lists = {
+        "position": tensor("conv positions", requests, dtype=INT32),
+        "slot": world.tensor(device, "slot", requests, fill="range"),
+    }
+    if name:
+        layers = chance.choice((0, 1, 2))
+        windows = tensor("windows", layers, requests, channels, 3)
+        return {"windows": windows, "ring": tensor("rings", layers, 8, places, channels), **lists}
+    x = tensor("conv inputs", requests, tokens, channels)
+    apart = chance.random() < 0.5
+    arguments: dict[str, Any] = {
+        "x": x,
+        "weight": tensor("taps", channels, 4),
+        "ring": tensor("conv ring", 8, places, channels),
+        **lists,
+        "out": tensor("conv outputs", requests, tokens, channels) if apart else x,
+    }
+    if chance.random() < 0.4:
+        arguments["bias"] = tensor("conv bias", channels, dtype=chance.choice((BF16, FP32)))
+    return arguments
+
+
 _MAKERS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "scatter": _scatter,
     "gather": _gather,
@@ -510,6 +541,7 @@ _MAKERS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "argmax": _argmax,
     "stage": _stage,
     "accept": _accept,
+    "conv_verify": _conv,
 }
 
 

@@ -111,6 +111,13 @@ families:
     cells:
       - {problems: [small, next], requests: 1..4, tokens: 1, splits: auto, dtypes: [bf16, fp32],
          candidate: [sm_90a], why: tests}
+  conv_verify:
+    problems:
+      small: {channels: 128}
+      twice: {channels: 256}
+    cells:
+      - {problems: [small, twice], requests: 1..4, tokens: [1, 2, 4], splits: auto, dtypes: [bf16],
+         candidate: [sm_90a], why: tests}
 """
 
 

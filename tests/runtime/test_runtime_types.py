@@ -20,7 +20,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import specplan  # noqa: E402
-from specplan import families, op, rollback  # noqa: E402
+from specplan import conv_verify, families, op, rollback  # noqa: E402
 from specplan import gdn_replay as gdn  # noqa: E402
 from specplan.plans.families import SIGNATURES  # noqa: E402
 
@@ -32,6 +32,7 @@ CLASSES: dict[tuple[str, str], type[op.Op]] = {
         families.Argmax,
         families.Stage,
         families.Accept,
+        *(conv_verify.ConvVerify, conv_verify.Import, conv_verify.Export),
         *(rollback.SaveRows, rollback.RestoreRows, rollback.Commit),
         *(gdn.VerifyStep, gdn.Advance, gdn.Materialize, gdn.Reset),
     )
