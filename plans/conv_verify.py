@@ -266,5 +266,5 @@ def _moved(name: str, window: str, about: str, written: str) -> Op:
 
 
 IMPORT = _moved("import_", "windows", "the last three inputs, the latest last", "ring")
-EXPORT = _moved("export", "windows", "written: the last three inputs, the latest last", "windows")
+EXPORT = _moved("export", "windows", "the last three inputs, the latest last", "windows")
 OPS: Mapping[str, Op] = {op.name: op for op in (CONV, IMPORT, EXPORT)}
