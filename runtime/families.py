@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from specplan.accept import Accept
 from specplan.argmax import Argmax
+from specplan.draft_step import DraftStep
 from specplan.gather import Gather
 from specplan.gdn_replay import GdnReplay
 from specplan.op import LoadedPack
@@ -43,6 +44,7 @@ FAMILIES: Mapping[str, RuntimeFamily] = MappingProxyType(
         "stage": Stage,
         "argmax": Argmax,
         "accept": Accept,
+        "draft_step": DraftStep,
     }
 )
 
@@ -62,3 +64,4 @@ class Families:
         stage: Stage
         argmax: Argmax
         accept: Accept
+        draft_step: DraftStep

@@ -32,6 +32,7 @@ CLASSES: dict[tuple[str, str], type[op.Op]] = {
         families.Argmax,
         families.Stage,
         families.Accept,
+        families.DraftStep,
         *(rollback.SaveRows, rollback.RestoreRows, rollback.Commit),
         *(gdn.VerifyStep, gdn.Advance, gdn.Materialize, gdn.Reset),
     )
