@@ -99,6 +99,9 @@ bench: $(VENV)/.test-extra
 	$(BIN)/python benchmarks/gdn_replay.py --packs $(PACKS) --out benchmarks/results/gdn_replay.json
 	$(BIN)/python benchmarks/sparse_gqa_verify.py --packs $(PACKS) --out benchmarks/results/sparse_gqa_verify.json
 	$(BIN)/python benchmarks/whole_step.py --packs $(PACKS) --out benchmarks/results/whole_step.json
+	$(BIN)/python benchmarks/accept.py --packs $(PACKS) --out benchmarks/results/accept.json
+	$(BIN)/python benchmarks/step_setup.py --packs $(PACKS) --out benchmarks/results/step_setup.json
+	$(BIN)/python benchmarks/between_steps.py --packs $(PACKS) --out benchmarks/results/between_steps.json
 
 wheel: $(VENV)/.test-extra
 	$(BIN)/python -m build --outdir dist .

@@ -69,6 +69,36 @@ def host_times(arms: Mapping[str, Call], *, calls: int = 400, rounds: int = 25) 
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
+def eager_times(arms: Mapping[str, Call], *, calls: int = 50, rounds: int = 9) -> dict[str, float]:
+    """Median µs of one call outside of a graph, by arm: the device has done all calls of a round at
+    its end, so it is the host's time or the device's, whichever is longer.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in arms}
+    for round_number in range(rounds + 2):
+        for name, call in arms.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            torch.cuda.synchronize()
+            if round_number >= 2:
+                samples[name].append((time.perf_counter() - start) * 1e6 / calls)
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def device_work(call: Call) -> int:
+    """How many kernels, copies and fills a call makes the device do, by torch's profiler: the
+    launches of an eager call, the nodes of a graph's replay.
+    """
+    call()
+    torch.cuda.synchronize()
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.device_type.name == "CUDA" for event in profile.events())
+
+
 class EmptyKernel:
     """The floor: a kernel that does nothing, launched through the driver by cuda-python."""
 

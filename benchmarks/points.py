@@ -28,6 +28,9 @@ class Benchmark:
     metrics: tuple[Metric, ...]
 
 
+#: Peers of the ops of a step's bookkeeping.
+BOOKKEEPING = ("graph_triton_us", "graph_compiled_us", "graph_torch_us", "eager_torch_us")
+
 BENCHMARKS: Mapping[str, Benchmark] = {
     "whole_step": Benchmark(
         ("dtype", "requests"),
@@ -50,6 +53,27 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             Metric("gather", "graph_gather_us", ("graph_torch_gather_us",)),
             Metric("restore", "graph_restore_us", ("graph_torch_restore_us",)),
             Metric("gather, host", "host_op_us", ("host_bare_us", "host_torch_gather_us")),
+        ),
+    ),
+    "between_steps": Benchmark(
+        ("requests", "tokens"),
+        (
+            Metric("in a graph", "graph_ours_us", ("graph_torch_us",)),
+            Metric("eager", "eager_ours_us", ("eager_torch_us",)),
+        ),
+    ),
+    "accept": Benchmark(
+        ("dtype", "columns", "requests", "tokens"),
+        (
+            Metric("a call", "graph_ours_us", BOOKKEEPING),
+            Metric("host", "host_op_us", ("host_bare_us",)),
+        ),
+    ),
+    "step_setup": Benchmark(
+        ("family", "size"),
+        (
+            Metric("a call", "graph_ours_us", BOOKKEEPING),
+            Metric("host", "host_op_us", ("host_bare_us",)),
         ),
     ),
     "step_copies": Benchmark(

@@ -27,6 +27,9 @@ PEERS = {
     "triton_us": "Triton split-K, tuned",
     "torch_us": "torch gather + SDPA",
     "graph_torch_us": "torch ops",
+    "graph_triton_us": "Triton, plain",
+    "graph_compiled_us": "torch.compile",
+    "eager_torch_us": "torch ops, eager",
     "graph_torch_gather_us": "torch ops",
     "graph_torch_restore_us": "torch ops",
     "host_torch_us": "torch ops",
@@ -429,12 +432,24 @@ def _section(
     return f"## {title}\n\n{lead} Measured on {'; '.join(places)}.\n\n{table(head, body)}\n"
 
 
+def _counts(rows: Rows) -> str:
+    """Launches and nodes between two steps, in words."""
+    said = [
+        f" {row['requests']} requests: {row['torch_launches']} launches and {row['torch_nodes']} "
+        f"nodes of torch, {row['ours_launches']} and {row['ours_nodes']} of ours."
+        for _, row in rows.values()
+    ]
+    return "".join(said)
+
+
 def page(found: Sequence[Run], drawn: Sequence[Figure], stamp: str) -> str:
     """The Markdown page."""
     by_name = {figure.name: picture(figure) for figure in drawn}
     step, gdn = points.latest(found, "whole_step"), points.latest(found, "gdn_replay")
     sparse = points.latest(found, "sparse_gqa_verify")
     rollback, copies = points.latest(found, "rollback"), points.latest(found, "step_copies")
+    accept, setup = points.latest(found, "accept"), points.latest(found, "step_setup")
+    between = points.latest(found, "between_steps")
 
     def always(row: Mapping[str, Any]) -> bool:
         return True
@@ -485,6 +500,23 @@ def page(found: Sequence[Run], drawn: Sequence[Figure], stamp: str) -> str:
             "scatter and gather", copies, "A node of a CUDA graph, L2 warm.",
             ["op, requests, tokens"], "graph_ours_us", ["graph_torch_us"],
             lambda at: f"{at[0]}, {at[1]}, {at[2]}", always)),
+        ("", _section(
+            "Everything between two decode steps", between,
+            "stage, step_setup, rollback.gather, accept from ready tokens, rollback.commit, three "
+            "times draft_step, scatter, in a CUDA graph; no model between."
+            f"{_counts(between)}",
+            ["requests, tokens"], "graph_ours_us", ["graph_torch_us"],
+            lambda at: f"{at[0]}, {at[1]}", always)),
+        ("", _section(
+            "accept from logits", accept,
+            "With next token, rows, lengths, positions and cursors; a node of a CUDA graph.",
+            ["logits, columns, requests, tokens"], "graph_ours_us", points.BOOKKEEPING,
+            lambda at: f"{DTYPES[at[0]]}, {at[1]:,}, {at[2]}, {at[3]}", always)),
+        ("", _section(
+            "step_setup, draft_step and stage", setup,
+            "A node of a CUDA graph, L2 warm; stage reads pinned memory of the host.",
+            ["op, size"], "graph_ours_us", points.BOOKKEEPING,
+            lambda at: f"{at[0]}, {at[1]}", always)),
         ("", _section(
             "Host time of a call", copies, "The public call, by a loop that never waits.",
             ["op, requests, tokens"], "host_op_us",

@@ -11,7 +11,7 @@ from specplan.plans.signature import Op
 
 NAMES = (
     *("scatter", "gather", "rollback", "gdn_replay", "sparse_gqa_verify"),
-    *("step_setup", "stage", "argmax", "accept", "conv_verify"),
+    *("step_setup", "stage", "argmax", "accept", "conv_verify", "draft_step"),
 )
 
 

@@ -12,11 +12,13 @@ from specplan.plans.signature import Size
 
 
 def larger_batches(size: Size) -> Sequence[Size]:
-    """The cells that may run a call: its own, and the next multiples of 8, 32 and 128 requests.
-    Requests are independent, and no result depends on the splits.
+    """The cells that may run a call: its own, then the next multiples of 8, 32 and 128 requests and
+    the next power of two, the smallest first. Requests are independent, and no result depends on
+    the splits.
     """
-    found = {-(-size.requests // step) * step: None for step in (1, 8, 32, 128)}
-    return [size._replace(requests=requests) for requests in found]
+    found = {-(-size.requests // step) * step for step in (1, 8, 32, 128)}
+    found.add(1 << (size.requests - 1).bit_length())
+    return [size._replace(requests=requests) for requests in sorted(found)]
 
 
 class Argmax(Op):

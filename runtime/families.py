@@ -10,6 +10,7 @@ import torch
 from specplan.accept import Accept
 from specplan.argmax import Argmax
 from specplan.conv_verify import ConvVerify
+from specplan.draft_step import DraftStep
 from specplan.gather import Gather
 from specplan.gdn_replay import GdnReplay
 from specplan.op import LoadedPack
@@ -45,6 +46,7 @@ FAMILIES: Mapping[str, RuntimeFamily] = MappingProxyType(
         "argmax": Argmax,
         "accept": Accept,
         "conv_verify": ConvVerify,
+        "draft_step": DraftStep,
     }
 )
 
@@ -65,3 +67,4 @@ class Families:
         argmax: Argmax
         accept: Accept
         conv_verify: ConvVerify
+        draft_step: DraftStep

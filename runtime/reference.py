@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 #: Families whose reference is one function, and families with a module of them, one an op.
-_FUNCTIONS = ("scatter", "gather", "step_setup", "stage", "argmax", "accept")
+_FUNCTIONS = ("scatter", "gather", "step_setup", "stage", "argmax", "accept", "draft_step")
 _MODULES = ("rollback", "gdn_replay", "sparse_gqa_verify", "conv_verify")
 
 

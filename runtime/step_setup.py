@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from specplan.argmax import larger_batches
 from specplan.errors import Uncertified
 from specplan.op import Op
+from specplan.plans.signature import Size
 from specplan.plans.step_setup import OP
 
 
@@ -96,3 +100,7 @@ class StepSetup(Op):
             pack.rollback.gather.require(layout, 4, planes, page, within, old, pending)
         """
         raise NotImplementedError  # the function made from the declaration is what is called
+
+    def size_for(self, size: Size) -> Sequence[Size]:
+        """One compiled function serves every batch, and its launch follows the actual sizes."""
+        return larger_batches(size)

@@ -109,3 +109,33 @@ def test_files_that_cannot_be_compared_are_a_usage_error(
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.stderr
+
+
+def _bookkeeping(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    where = {"device": "NVIDIA H200", "driver": "1.2", "date": "2026-12-02"}
+    return {"benchmark": name, **where, "rows": rows}
+
+
+def test_the_bookkeeping_s_results_are_drawn_and_compared(tmp_path: Path) -> None:
+    arms = ("ours", "torch", "compiled", "triton")
+    times = {
+        f"{how}_{arm}_us": at + 2.0 for how in ("graph", "eager") for at, arm in enumerate(arms)
+    }
+    times |= {"host_op_us": 5.0, "host_bare_us": 4.5}
+    accept = {"dtype": "bf16", "columns": 151936, "requests": 64, "tokens": 4, **times}
+    setup = [{"family": "step_setup", "size": "64 x 4", **times},
+             {"family": "stage", "size": "2048 bytes", **times}]  # fmt: skip
+    between = {"requests": 8, "tokens": 4, **times, "torch_launches": 150, "torch_nodes": 151,
+               "ours_launches": 9, "ours_nodes": 10}  # fmt: skip
+    for name, rows in (("accept", [accept]), ("step_setup", setup), ("between_steps", [between])):
+        (tmp_path / f"{name}.json").write_text(json.dumps(_bookkeeping(name, rows)))
+    done = ran("report", "--results", tmp_path, "--out", tmp_path / "pages")
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "pages" / "README.md").read_text()
+    assert "8 requests: 150 launches and 151 nodes of torch, 9 and 10 of ours." in page
+    assert "| BF16, 151,936, 64, 4 | 2 | 5 (2.50x) | 4 (2.00x) | 3 (1.50x) |" in page
+    assert "stage, 2048 bytes" in page and "torch.compile" in page and "Triton, plain" in page
+    slow = {**accept, "graph_ours_us": 2.5}
+    (tmp_path / "new.json").write_text(json.dumps(_bookkeeping("accept", [slow])))
+    done = ran("compare", tmp_path / "accept.json", tmp_path / "new.json")
+    assert done.returncode == 1 and "2 points, 1 more than 5 % worse" in done.stdout, done.stdout

@@ -143,7 +143,7 @@ def copies(
 # ----- families of integers -----------------------------------------------------------------------
 
 #: What is written, and read before.
-IN_AND_OUT = ("scratch", "kv_lens", "hist_len", "bank", "counter")
+IN_AND_OUT = ("scratch", "kv_lens", "positions", "hist_len", "bank", "counter")
 #: Cells of a family, each of another dtype and problem, and how many requests they have at most.
 CELLS, MOST_REQUESTS = 6, 8
 

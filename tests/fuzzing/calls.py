@@ -39,7 +39,7 @@ SCALARS: Mapping[str, bool] = {
     **dict.fromkeys(
         (f"{n}_begin" for n in ("input_ids", "draft_tokens", "pos_offsets", "kv_offsets")), False
     ),
-    **dict.fromkeys(("page_size", "group"), False),
+    **dict.fromkeys(("page_size", "group", "step"), False),
     **dict.fromkeys(
         ("splits", "scale", "window", "offset", "contexts", "fill", "extra", "force_mode"), True
     ),
@@ -49,19 +49,27 @@ FLOATS = ("softmax_scale", "scale", "force_frac")
 
 
 def is_scalar(name: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether an argument of a call is a number: accept's rows and drafts are tensors, which those
-    of scatter and gather are not.
+    """Whether an argument of a call is a number: the rows and drafts of accept and draft_step are
+    tensors, which those of scatter and gather are not.
     """
-    of_accept = "accepted" in arguments and name in ("rows", "drafts")
-    return name in arguments and name in SCALARS and not of_accept
+    of_tokens = "target" in arguments and name in ("rows", "drafts")
+    return name in arguments and name in SCALARS and not of_tokens
+
+
+def takes_none(name: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether None is a value of a number: draft_step may have no pages, step_setup may not."""
+    of_draft = "step" in arguments and name in ("page_size", "group")
+    return SCALARS[name] or of_draft
 
 
 def no_number(arguments: Mapping[str, Any]) -> str:
     """What of a call is a scalar of a wrong type, whatever it may count as: such a call must be
     declined. Nothing if all are right.
     """
-    for name, optional in SCALARS.items():
-        if not is_scalar(name, arguments) or (optional and arguments[name] is None):
+    for name in SCALARS:
+        if not is_scalar(name, arguments):
+            continue
+        if arguments[name] is None and takes_none(name, arguments):
             continue
         kind = Real if name in FLOATS else Integral
         value = arguments[name]

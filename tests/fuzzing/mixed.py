@@ -25,7 +25,7 @@ from specplan.plans.gdn_replay import HEAD, WINDOW, CommitterError, Cursors, Poo
 from specplan.plans.sparse_gqa_verify import VScaleOrder
 from specplan.plans.stage import Segments, describe
 
-from fuzzing.calls import SCALARS, is_scalar
+from fuzzing.calls import is_scalar, takes_none
 
 Problems = Mapping[str, Sequence[Mapping[str, int]]]
 INT32, BF16, FP32 = torch.int32, torch.bfloat16, torch.float32
@@ -107,7 +107,7 @@ def any_call(chance: Random, world: World, op: str) -> Call:
     kind = chance.choice(("scalar", "other", "other", "nothing", "nothing"))
     if kind == "scalar" and scalars:
         name = chance.choice(scalars)
-        call.arguments[name] = wrong = chance.choice(wrong_scalars(name, call.arguments[name]))
+        call.arguments[name] = wrong = chance.choice(wrong_scalars(name, call.arguments))
         call.scalar = name
         call.changed = f"{name} is {wrong!r}"
     elif kind == "other":
@@ -126,11 +126,12 @@ def any_call(chance: Random, world: World, op: str) -> Call:
     return call
 
 
-def wrong_scalars(name: str, value: Any) -> list[Any]:
+def wrong_scalars(name: str, arguments: Mapping[str, Any]) -> list[Any]:
     """What is no number for an op, whatever it may count as."""
+    value = arguments[name]
     number = 2 if value is None else value
     wrong = ["2", True, False, torch.tensor(int(number)), np.array(int(number)), [number]]
-    if not SCALARS[name]:
+    if not takes_none(name, arguments):
         wrong.append(None)
     if name not in ("scale", "softmax_scale"):
         wrong += [2.5, float(number), torch.tensor([number])]
@@ -531,6 +532,54 @@ def _conv(
     return arguments
 
 
+def _draft_step(
+    chance: Random, world: World, g: Mapping[str, int], device: int, name: str
+) -> dict[str, Any]:
+    requests, drafted = chance.choice((0, 1, 2, 3, 4)), chance.choice((1, 2, 3))
+    index = chance.choice((INT32, torch.int64))
+
+    def tensor(name: str, *shape: int, dtype: torch.dtype = INT32) -> torch.Tensor:
+        return world.tensor(device, name, *shape, dtype=dtype)
+
+    columns = g["vocabulary_k"] * 1024
+    if columns:
+        target = tensor("target", requests, columns, dtype=chance.choice((BF16, FP32)))
+    else:
+        target = tensor("target", requests, dtype=index)
+    arguments: dict[str, Any] = {
+        "target": target,
+        "input_ids": tensor("input_ids", requests, dtype=chance.choice((INT32, torch.int64))),
+        "drafts": tensor("drafts", requests, drafted),
+        "step": chance.randrange(drafted),
+    }
+    if columns or chance.random() < 0.3:
+        arguments["scratch"] = tensor("scratch", 2 * requests, dtype=torch.int64)
+    if chance.random() < 0.4:
+        arguments["d2t"] = tensor("d2t", columns or 8, dtype=index)
+    if chance.random() < 0.4:
+        arguments["next_new_tokens"] = tensor("next", requests, drafted + 1)
+        arguments["next_token"] = tensor("next_token", requests)
+    if chance.random() < 0.4:
+        arguments["positions"] = tensor("positions", 3, requests, dtype=index)
+    if chance.random() < 0.4:
+        arguments["slot"] = world.tensor(device, "slot", requests, fill="range")
+    if chance.random() < 0.6:
+        arguments["kv_lens"] = tensor("kv_lens", requests)
+        for wanted in ("request_of_row", "position_of_row", "visible_of_row"):
+            if chance.random() < 0.4:
+                arguments[wanted] = tensor(wanted, requests)
+        if chance.random() < 0.6:
+            arguments["block_table"] = tensor("table", requests, 2)
+            arguments["page_size"] = 32
+            arguments["group"] = chance.choice((None, 1, 4))
+            arguments["scale"] = chance.choice((None, 1, 48))
+            for wanted in ("page_of_row", "within_of_row"):
+                arguments[wanted] = tensor(wanted, requests, dtype=index)
+            for wanted in ("cache_slot", "group_slot"):
+                arguments[wanted] = tensor(wanted, requests, dtype=torch.int64)
+    return arguments
+
+
 _MAKERS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "scatter": _scatter,
     "gather": _gather,
@@ -542,6 +591,7 @@ _MAKERS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "stage": _stage,
     "accept": _accept,
     "conv_verify": _conv,
+    "draft_step": _draft_step,
 }
 
 

@@ -94,6 +94,16 @@ families:
     cells:
       - {problems: [sixteen], requests: 1..4, tokens: 1, splits: 1, dtypes: [int32],
          candidate: [sm_90a], why: tests}
+  draft_step:
+    problems:
+      ids: {vocabulary_k: 0}
+      small: {vocabulary_k: 32}
+      next: {vocabulary_k: 64}
+    cells:
+      - {problems: [ids], requests: 1..4, tokens: 1, splits: 1, dtypes: [int32, int64],
+         candidate: [sm_90a], why: tests}
+      - {problems: [small, next], requests: 1..4, tokens: 1, splits: auto, dtypes: [bf16, fp32],
+         candidate: [sm_90a], why: tests}
   accept:
     problems:
       ids: {vocabulary_k: 0}

@@ -33,6 +33,7 @@ CLASSES: dict[tuple[str, str], type[op.Op]] = {
         families.Stage,
         families.Accept,
         *(conv_verify.ConvVerify, conv_verify.Import, conv_verify.Export),
+        families.DraftStep,
         *(rollback.SaveRows, rollback.RestoreRows, rollback.Commit),
         *(gdn.VerifyStep, gdn.Advance, gdn.Materialize, gdn.Reset),
     )

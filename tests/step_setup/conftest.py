@@ -13,8 +13,11 @@ CELLS = """\
     problems:
       group4: {group: 4}
       group1: {group: 1}
+      group128: {group: 128}
     cells:
       - {problems: [group4, group1], requests: 1..1024, tokens: 1..8, splits: 1,
+         dtypes: [int32, int64], candidate: [sm_90a], why: tests}
+      - {problems: [group128], requests: [1, 2, 4, 8, 16, 64, 512], tokens: 1..8, splits: 1,
          dtypes: [int32, int64], candidate: [sm_90a], why: tests}
 """
 

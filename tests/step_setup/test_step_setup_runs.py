@@ -117,6 +117,30 @@ def test_declined_calls_write_nothing(setup: Any) -> None:
     run(setup, case)
 
 
+@pytest.mark.parametrize("requests", [3, 5, 15, 33, 257])
+def test_a_batch_between_two_cells_runs_the_next_one(setup: Any, requests: int) -> None:
+    """The launch follows the requests and rows that there are."""
+    more: dict[str, Any] = {"tokens": 4, "page_size": 128}
+    rows = requests * 4 + 2
+    case = StepSetupCase("between", {"group": 128}, CPU, requests=requests, capacity=rows, **more)
+    run(setup, case)
+    entries = requests * case.tensors["block_table"].shape[1]
+    assert setup.launches[0].grid[0] == -(-rows // 256) + -(-entries // 2048) + 1
+    with setup.on_device() as pack:
+        assert not pack.step_setup.pick(group=128, requests=requests, tokens=4, dtype="int32")
+
+
+def test_a_batch_past_every_cell_is_declined(setup: Any) -> None:
+    case = StepSetupCase(
+        "past", {"group": 128}, CPU, requests=513, capacity=513, tokens=1, page_size=128
+    )
+    case.refill(1)
+    before = case.buffer.clone()
+    with setup.on_device() as pack:
+        answer = pack.step_setup(**case.arguments())
+    assert isinstance(answer, specplan.Uncertified) and torch.equal(case.buffer, before)
+
+
 def test_a_declined_call_after_a_good_one_is_still_declined(setup: Any) -> None:
     """The plan is remembered by less than the rules ask about."""
     case = StepSetupCase("good", {"group": 4}, CPU, requests=6, tokens=4, capacity=30)
