@@ -5,7 +5,7 @@ compared bit for bit, outputs within one unit of bf16.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -247,12 +247,13 @@ def declined(device: torch.device) -> Iterator[tuple[str, dict[str, Any], torch.
     nine = dict.fromkeys(("x", "out"), lambda t: torch.cat([t, t, t[:, :1]], 1))
     yield changed("9 tokens", **nine)
     for op in ("import_", "export"):
-        for name, change in (
+        wrong: tuple[tuple[str, Callable[[torch.Tensor], torch.Tensor]], ...] = (
             *(("windows", lambda t: t.float()), ("windows", lambda t: t[..., :2])),
             *(("windows", lambda t: t[:, :-1]), ("ring", lambda t: t[:1])),
             *(("ring", lambda t: t[..., :-8]), ("slot", lambda t: t.long())),
             *(("ring", lambda t: t[:, :, :3]), ("position", lambda t: t[:-1])),
-        ):
+        )
+        for name, change in wrong:
             moved = MoveCase(op, 1024, 3, device, order="taps")
             moved.refill(1)
             arguments = {**moved.arguments(), name: change(moved.arguments()[name])}
