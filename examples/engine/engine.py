@@ -13,7 +13,7 @@ import torch
 from .caches import PAGE, Caches, OutOf
 from .drafting import Drafter
 from .model import HybridModel
-from .ops import LIST, Ops, TorchOps
+from .ops import LIST, Ops, PackOps, TorchOps
 
 
 @dataclass
@@ -107,6 +107,9 @@ class Engine:
     ----------
     tokens
         Rows of a request in a step: the token that is known and ``tokens - 1`` guesses.
+    ops
+        Who computes what lies between the matrix products: the references unless given. A
+        :class:`PackOps` that lacks a step's cells is refused here, with what it lacks.
     slots, pages
         Requests that run at a time, and pages of 32 tokens that they share.
     batches
@@ -123,14 +126,16 @@ class Engine:
         pages: int = 256,
         batches: Sequence[int] = (1, 2, 4, 8),
         state_dtype: str = "fp32",
-        ops: Callable[[list[torch.Tensor]], Ops] = TorchOps,
+        ops: Ops | None = None,
     ) -> None:
         self.model, self.drafter, self.tokens = model, drafter, tokens
         self.batches = sorted(batches)
         self.caches = Caches(model.sizes, slots, pages, model.device, state_dtype)
-        layers = model.sizes.attention
-        planes = [cache[i] for i in layers for cache in (self.caches.k, self.caches.v)]
-        self.ops = ops(planes)
+        self.ops = ops or TorchOps()
+        if isinstance(self.ops, PackOps):
+            holes = self.ops.holes(model.sizes, self.batches, tokens, state_dtype)
+            if holes:
+                raise ValueError("the pack does not hold the steps:\n  " + "\n  ".join(holes))
         self.columns = -(-LIST // PAGE)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -138,6 +143,7 @@ class Engine:
         #: The longest context of the step under way.
         self.longest = 0
         self._rows: dict[int, Rows] = {}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._next = 0
 
     # Requests
@@ -203,10 +209,25 @@ class Engine:
             batch = next(size for size in self.batches if size >= len(self.running))
             rows = self._rows_of(batch)
             self._fill(rows)
-            self.forward(rows)
+            self._launch(batch, rows)
             self._take(rows)
             self.counts.steps += 1
         self.counts.seconds += time.perf_counter() - start
+
+    def _launch(self, batch: int, rows: Rows) -> None:
+        """The step, from its graph once there is one. A step moves states, so the first of a batch
+        size runs by itself, which also warms up what a capture must find warm.
+        """
+        if batch in self._graphs:
+            self._graphs[batch].replay()
+            return
+        self.forward(rows)
+        if self.ops.captures and self.model.device.type == "cuda":
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.forward(rows)
+            self._graphs[batch] = graph
 
     def _rows_of(self, batch: int) -> Rows:
         if batch not in self._rows:
@@ -315,7 +336,6 @@ class Engine:
             page_size=PAGE,
             group=1,
         )
-        ops.save(rows.page_of_row, rows.within_of_row, width)
         positions = rows.position_of_row.view(batch, width)
         hidden = model.embed(rows.input_ids)
         rotary = model.rotary(hidden, positions.clamp(min=0))
@@ -359,7 +379,6 @@ class Engine:
             hist_len=caches.hist_len,
             bank=caches.bank,
         )
-        ops.put_back(rows.page_of_row, rows.within_of_row, rows.n_acc)
 
     def _take(self, rows: Rows) -> None:
         accepted, counts = rows.accepted.tolist(), rows.n_acc.tolist()

@@ -34,11 +34,13 @@ TINY = {
 }
 
 
-def load(where: str, device: torch.device, seed: int = 0) -> Any:
-    """A Qwen3-Next model in bf16: ``tiny`` with random weights, or a checkpoint's directory."""
+def load(where: str, device: torch.device, seed: int = 0, **changes: Any) -> Any:
+    """A Qwen3-Next model in bf16: ``tiny`` with random weights and maybe ``changes`` of its config,
+    or a checkpoint's directory.
+    """
     if where == "tiny":
         torch.manual_seed(seed)
-        config = transformers.Qwen3NextConfig(**TINY)
+        config = transformers.Qwen3NextConfig(**{**TINY, **changes})
         found = theirs.Qwen3NextForCausalLM(config)
     else:
         found = theirs.Qwen3NextForCausalLM.from_pretrained(where, dtype=torch.bfloat16)

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import specplan
 import torch
+from specplan.plans.argmax import vocabulary_class
+from specplan.plans.conv_verify import channels_of
 from specplan.plans.gdn_replay import Pool
 
 #: Entries of the lists that the attention's problems have.
@@ -18,6 +20,7 @@ class Ops(Protocol):
     """The ops of a step. All tensors are the caller's; results are written in place."""
 
     name: str
+    captures: bool
 
     def list_of(self, longest: int) -> int:
         """How long the attention's lists are where a context has up to ``longest`` tokens."""
@@ -25,9 +28,6 @@ class Ops(Protocol):
 
     def step_setup(self, **named: Any) -> None:
         """See ``pack.step_setup``."""
-
-    def save(self, pages: torch.Tensor, within: torch.Tensor, tokens: int) -> None:
-        """Save the rows of the caches that the step overwrites."""
 
     def convolve(
         self, layer: int, ring: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rows: Any
@@ -43,21 +43,13 @@ class Ops(Protocol):
     def accept(self, **named: Any) -> None:
         """See ``pack.accept``."""
 
-    def put_back(self, pages: torch.Tensor, within: torch.Tensor, n_acc: torch.Tensor) -> None:
-        """Restore the caches' rows of rejected tokens."""
-
 
 class TorchOps:
     """The references, on any device."""
 
     name = "torch"
-
-    def __init__(self, planes: list[torch.Tensor]) -> None:
-        self.planes = planes
-        self.saved: list[torch.Tensor] = []
-        self.pending = (
-            torch.zeros(1, dtype=torch.int32, device=planes[0].device) if planes else None
-        )
+    #: Whether a step's launches may be captured in a graph.
+    captures = False
 
     def list_of(self, longest: int) -> int:
         return longest
@@ -65,15 +57,12 @@ class TorchOps:
     def step_setup(self, **named: Any) -> None:
         specplan.reference.step_setup(**named)
 
-    def save(self, pages: torch.Tensor, within: torch.Tensor, tokens: int) -> None:
-        self.saved = [p.new_empty((len(pages), *p.shape[2:])) for p in self.planes]
-        if self.pending is not None:
-            specplan.reference.rollback.gather(self.planes, pages, within, self.saved, self.pending)
-
     def convolve(
         self, layer: int, ring: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rows: Any
     ) -> torch.Tensor:
-        return convolve(ring, x, weight, rows.first_position, rows.slots)
+        lists = (rows.first_position, rows.slots)
+        specplan.reference.conv_verify.conv_verify(x, weight, ring, *lists, x)
+        return x
 
     def recur(self, pool: Pool, mixed: Any, qkv: torch.Tensor, mixer: Any, rows: Any) -> Any:
         q, k, v = heads_of(qkv, pool.cursors.geometry)
@@ -89,15 +78,88 @@ class TorchOps:
     def accept(self, **named: Any) -> None:
         specplan.reference.accept(**named)
 
-    def put_back(self, pages: torch.Tensor, within: torch.Tensor, n_acc: torch.Tensor) -> None:
-        if self.pending is None:
-            return
-        rows = torch.arange(len(pages), device=pages.device, dtype=torch.int32)
-        tokens = len(pages) // len(n_acc)
-        specplan.reference.rollback.commit(
-            *(self.planes, pages, within, self.saved, self.pending),
-            *(n_acc, rows // tokens, rows % tokens),
+
+class PackOps:
+    """specplan's launches, on torch's current stream, of a loaded pack."""
+
+    name = "specplan"
+    captures = True
+
+    def __init__(self, pack: Any) -> None:
+        self.pack = pack
+        self._workspaces: dict[int, torch.Tensor] = {}
+        self._gates: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def holes(self, sizes: Any, batches: Any, tokens: int, state: str) -> list[str]:
+        """What a step of these sizes would be declined for."""
+        pack, found = self.pack, []
+        heads = {"key_heads": sizes.key_heads, "value_heads": sizes.value_heads}
+        attention = {
+            "q_heads": sizes.q_heads,
+            "kv_heads": sizes.kv_heads,
+            "head_dim": sizes.head_dim,
+            "page_size": 32,
+            "selected": LIST,
+        }
+        wanted: list[tuple[Any, dict[str, Any]]] = [
+            (pack.step_setup.pick, {"group": 1, "dtype": "int32"}),
+            (pack.accept.pick, {"vocabulary_k": vocabulary_class(sizes.vocabulary)}),
+        ]
+        if sizes.linear:
+            channels = channels_of(sizes.key_heads, sizes.value_heads)
+            wanted += [
+                (pack.gdn_replay.verify.parts, {**heads, "dtype": state}),
+                (pack.conv_verify.parts, {"channels": channels}),
+            ]
+        if sizes.attention:
+            wanted.append((pack.sparse_gqa_verify.pick, {**attention, "dtype": "bf16"}))
+        for batch in batches:
+            for pick, named in wanted:
+                answer = pick(requests=batch, tokens=tokens, **named)
+                if isinstance(answer, specplan.Uncertified):
+                    found.append(str(answer))
+        return found
+
+    def list_of(self, longest: int) -> int:
+        return LIST
+
+    def step_setup(self, **named: Any) -> None:
+        self.pack.step_setup.require(**named)
+
+    def convolve(
+        self, layer: int, ring: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rows: Any
+    ) -> torch.Tensor:
+        self.pack.conv_verify.require(x, weight, ring, rows.first_position, rows.slots, x)
+        return x
+
+    def recur(self, pool: Pool, mixed: Any, qkv: torch.Tensor, mixer: Any, rows: Any) -> Any:
+        q, k, v = heads_of(qkv, pool.cursors.geometry)
+        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        if id(mixer) not in self._gates:
+            self._gates[id(mixer)] = (mixer.A_log.float(), mixer.dt_bias.float())
+        gates = (mixed.a, mixed.b, *self._gates[id(mixer)])
+        self.pack.gdn_replay.verify.require(pool, q, k, v, *gates, rows.slots, out)
+        return out
+
+    def attend(self, **named: Any) -> None:
+        q, k, tokens = named["q"], named["k_cache"], named["tokens"]
+        words = self.pack.sparse_gqa_verify.workspace(
+            q_heads=q.shape[1],
+            kv_heads=k.shape[1],
+            head_dim=q.shape[2],
+            page_size=k.shape[2],
+            selected=LIST,
+            dtype="bf16",
+            requests=q.shape[0] // tokens,
+            tokens=tokens,
         )
+        if words not in self._workspaces:
+            self._workspaces[words] = q.new_empty(max(words, 1), dtype=torch.float32)
+        space = self._workspaces[words] if words else None
+        self.pack.sparse_gqa_verify.require(**named, workspace=space)
+
+    def accept(self, **named: Any) -> None:
+        self.pack.accept.require(**named)
 
 
 def heads_of(
@@ -108,41 +170,3 @@ def heads_of(
     parts = qkv.split([keys * 128, keys * 128, values * 128], -1)
     q, k, v = (part.unflatten(-1, (-1, 128)) for part in parts)
     return q, k, v
-
-
-def convolve(
-    ring: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-) -> torch.Tensor:
-    """The causal convolution of width 4 with SiLU over rings of inputs by position.
-
-    Parameters
-    ----------
-    ring
-        bf16 [slots, R, D], R >= T + 3: the input at position p lies at p modulo R. The step's own
-        are written.
-    x
-        bf16 [N, T, D].
-    weight
-        bf16 [D, 4]; the last tap is that of the token itself.
-    positions, slots
-        int32 [N]: position of each request's first row, and its slot; -1 for padding, whose rows
-        are zeros.
-    """
-    size, tokens = ring.shape[1], x.shape[1]
-    out = torch.zeros_like(x)
-    live = ((slots >= 0) & (positions >= 0)).nonzero().flatten()
-    at, first = slots[live].long(), positions[live].long()
-    before = first[:, None] - torch.arange(3, 0, -1, device=x.device)
-    history = ring[at[:, None], before % size]
-    history = torch.where((before >= 0)[..., None], history, 0)
-    inputs = torch.cat([history, x[live]], 1).float()
-    taps = weight.float()
-    total = sum(inputs[:, i : i + tokens] * taps[:, i] for i in range(4))
-    out[live] = torch.nn.functional.silu(total).to(x.dtype)
-    places = (first[:, None] + torch.arange(tokens, device=x.device)) % size
-    ring[at[:, None], places] = x[live]
-    return out

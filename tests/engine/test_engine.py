@@ -175,39 +175,3 @@ def test_what_never_fits_is_refused(model: Any, prompt: list[int], limit: int, s
     with pytest.raises(ValueError, match=said):
         engine.submit(prompt, limit)
     assert not engine.busy
-
-
-def test_the_convolution_keeps_its_inputs_by_position() -> None:
-    """Twenty steps with random acceptance against the whole history in fp64."""
-    import sys
-
-    from conftest import EXAMPLES
-
-    sys.path.insert(0, str(EXAMPLES))
-    from engine.ops import convolve
-
-    chance, channels, size = torch.Generator().manual_seed(1), 24, 11
-    ring = torch.full((5, size, channels), float("nan"), dtype=torch.bfloat16)
-    weight = torch.randn(channels, 4, generator=chance).bfloat16()
-    slots = torch.tensor([3, -1, 0], dtype=torch.int32)
-    history: dict[int, list[Any]] = {3: [], 0: []}
-    for step in range(20):
-        tokens = int(torch.randint(1, 9, (), generator=chance))
-        x = torch.randn(3, tokens, channels, generator=chance).bfloat16()
-        x[1] = float("nan")
-        positions = [len(history[3]), 7, len(history[0])]
-        before = ring.clone()
-        out = convolve(ring, x, weight, torch.tensor(positions, dtype=torch.int32), slots)
-        assert not out[1].any(), step
-        for number, slot in ((0, 3), (2, 0)):
-            rows = [torch.zeros(channels)] * 3 + history[slot] + list(x[number])
-            whole = torch.stack(rows).double()
-            for t in range(tokens):
-                at = len(history[slot]) + t
-                z = (whole[at : at + 4].T * weight.double()).sum(1)
-                wanted = z / (1 + (-z).exp())
-                assert torch.allclose(out[number, t].double(), wanted, rtol=2**-8, atol=1e-6)
-            keep = int(torch.randint(0, tokens + 1, (), generator=chance))
-            history[slot] += list(x[number, :keep])
-        for slot in (1, 2, 4):
-            assert torch.equal(ring[slot].view(torch.int16), before[slot].view(torch.int16))
