@@ -83,7 +83,7 @@ def test_every_module_of_device_code_is_a_source(family: str) -> None:
     """A stage that no plan's key held could change unseen."""
     folder = Path(kernels.__file__).parent / family
     names = {path.stem for path in folder.glob("*.py")}
-    checks = {"__init__", "cases", "reference", "writer"}
+    checks = {"__init__", "cases", "drawn", "reference", "writer"}
     wanted = {f"specplan.kernels.{family}.{name}" for name in names - checks}
     assert len(wanted) > 3 and wanted <= set(keys.sources(family))
 
